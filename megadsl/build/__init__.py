@@ -1,0 +1,1 @@
+"""From text to binary: compilers, the cache, the resource report."""

@@ -1,0 +1,34 @@
+"""``megadsl compile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
+from megadsl.machine import DEFAULT_ARCH
+
+EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
+
+
+def command(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="The folder to write to.")],
+    config: Config = None,
+    arch: Arch = DEFAULT_ARCH,
+    tokens: Tokens = 1,
+    max_kv: MaxKv = None,
+    blocks: Blocks = None,
+) -> None:
+    """Compile MODEL to one kernel.
+
+    Leaves kernel.cu, kernel.cubin, plan.txt, report.txt and manifest.json in DIR, or on an error nothing.
+    """
+    from megadsl.driver import compile_model, write_artifacts
+
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    write_artifacts(compiled, out)
+    typer.echo((out / "report.txt").read_text(), nl=False)
+    typer.echo(f"written to {out}")

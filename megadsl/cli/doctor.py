@@ -1,0 +1,148 @@
+"""``megadsl doctor``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import typer
+
+from megadsl.diagnostics import MegadslError
+
+EXAMPLE = "Example: megadsl doctor"
+
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``mend`` is empty when it is fine; ``needed_by`` says what does not work without it."""
+
+    what: str
+    state: str
+    mend: str = ""
+    needed_by: frozenset[str] = frozenset()
+
+    def breaks(self, use: str) -> bool:
+        return bool(self.mend) and use in self.needed_by
+
+
+CUDA = "run on the GPU"
+CPU = "run in the emulator"
+COMPILE = "compile"
+DEMO = "make demo"
+
+
+def command() -> None:
+    """Say what is there, what is missing, and the mend.
+
+    Looks at compiler, driver, GPUs, host compiler, cache and demo weights. Exits
+    with 0 when kernels can be run, on a GPU or in the emulator, and with 1 when not.
+    """
+    found = list(_findings())
+    width = max(len(finding.what) for finding in found)
+    for finding in found:
+        typer.echo(f"{'!' if finding.mend else ' '} {finding.what:<{width}}  {finding.state}")
+        if finding.mend:
+            typer.echo(f"  {'':<{width}}  mend: {finding.mend}")
+    typer.echo()
+    works = {use: not any(finding.breaks(use) for finding in found) for use in (COMPILE, CUDA, CPU, DEMO)}
+    for use, fine in works.items():
+        typer.echo(f"{use}: {'yes' if fine else 'no'}")
+    if not (works[CUDA] or works[CPU]):
+        raise typer.Exit(1)
+
+
+def _findings() -> Iterator[Finding]:
+    yield _tool("nvcc")
+    yield _tool("nvdisasm")
+    yield from _gpu()
+    yield _host_compiler()
+    yield _torch()
+    yield _cache()
+    yield from _demo()
+
+
+def _tool(name: str) -> Finding:
+    from megadsl.build.toolchain import find_tool
+
+    needed_by = frozenset({COMPILE, CUDA} if name == "nvcc" else {COMPILE})
+    try:
+        tool = find_tool(name)
+    except MegadslError as problem:
+        return _missing(name, problem, needed_by)
+    return Finding(name, f"{tool.release[0]}.{tool.release[1]} at {tool.path}", needed_by=needed_by)
+
+
+def _missing(what: str, problem: MegadslError, needed_by: frozenset[str]) -> Finding:
+    (diagnostic,) = problem.diagnostics
+    return Finding(what, diagnostic.message, diagnostic.mend, needed_by)
+
+
+def _gpu() -> Iterator[Finding]:
+    from megadsl.build.gpus import bindings_installed, driver_version, gpus
+    from megadsl.machine import DEFAULT_ARCH, machine
+
+    needed_by = frozenset({CUDA})
+    if not bindings_installed():
+        yield Finding("cuda-python", "not installed", "pip install 'megadsl[cuda]'", needed_by)
+        return
+    yield Finding("cuda-python", version("cuda-python"))
+    driver, oldest = driver_version(), machine(DEFAULT_ARCH).min_driver
+    if driver is None:
+        mend = "install one of the 580 series or newer, or use --device cpu"
+        yield Finding("driver", "no NVIDIA driver on this machine", mend, needed_by)
+        return
+    mend = f"install a driver for CUDA {_dotted(oldest)} or newer" if driver < oldest else ""
+    yield Finding("driver", f"supports CUDA {_dotted(driver)}", mend, needed_by)
+    listed = gpus()
+    for index, gpu in enumerate(listed):
+        state = f"{gpu.name}, {gpu.arch}, {gpu.sms} SMs, {gpu.memory / 2**30:.0f} GiB"
+        yield Finding(f"GPU {index}", state if gpu.runs(DEFAULT_ARCH) else f"{state}: kernels for {DEFAULT_ARCH} do not run on it")
+    if not any(gpu.runs(DEFAULT_ARCH) for gpu in listed):
+        yield Finding("GPU", f"none that runs {DEFAULT_ARCH}", "use a machine with an H100 or H200, or --device cpu", needed_by)
+
+
+def _dotted(driver: int) -> str:
+    return f"{driver // 1000}.{driver % 1000 // 10}"
+
+
+def _host_compiler() -> Finding:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return Finding("g++", "not on PATH", "apt-get install g++", frozenset({CPU, CUDA, COMPILE}))  # nvcc preprocesses with it
+    return Finding("g++", compiler)
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", version("torch"))
+    except PackageNotFoundError:
+        return Finding("torch", "not installed", "pip install torch", frozenset({CUDA, CPU}))
+
+
+def _cache() -> Finding:
+    from megadsl.build.cache import cache_root
+
+    root = cache_root()
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        return Finding("cache", f"{root} cannot be written", "make it writable, or set MEGADSL_CACHE_DIR to a folder that is")
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    return Finding("cache", f"{root}, {size / 2**20:,.0f} MiB")
+
+
+def _demo() -> Iterator[Finding]:
+    from megadsl.runtime.gguf import demo_weights
+
+    needed_by = frozenset({DEMO})
+    for package in ("gguf", "tokenizers"):
+        if find_spec(package) is None:
+            yield Finding(package, "not installed", "pip install 'megadsl[weights]'", needed_by)
+    try:
+        yield Finding("demo weights", str(demo_weights()))
+    except MegadslError as problem:
+        yield _missing("demo weights", problem, needed_by)

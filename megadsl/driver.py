@@ -1,0 +1,108 @@
+"""The whole compiler as a short list of steps: load the model, trace, lower, print. Building is build/'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megadsl.build.artifacts import write_artifacts as _write
+from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.registry import load
+from megadsl.emit import emit
+from megadsl.ir.graph import Attention, Graph
+from megadsl.ir.plan import Plan
+from megadsl.ir.plan_text import print_plan
+from megadsl.ir.schedule import Schedule
+from megadsl.ir.spec import Spec
+from megadsl.lower.pipeline import Lowering, lower
+from megadsl.lower.shape import kv_strides
+from megadsl.machine import Machine, machine
+from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
+
+DEFAULT_MAX_KV = 2048
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Every stage of one compilation; ``manifest`` is what the runtime needs beside the code."""
+
+    spec: Spec
+    graph: Graph
+    schedule: Schedule
+    plan: Plan
+    source: str
+    plan_text: str
+    manifest: dict[str, Any]
+
+
+def compile_model(
+    model: str | Kernel,
+    *,
+    config: Path | Mapping[str, Any] | None = None,
+    arch: str = "sm_90a",
+    tokens: int = 1,
+    max_kv: int | None = None,
+    blocks: int | None = None,
+    on: Machine | None = None,
+    between: Callable[[str, Lowering], None] | None = None,
+) -> Compiled:
+    """Compile a registered model, ``file.py[:function]`` or a Kernel object down to CUDA text.
+
+    tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: one
+    per SM). on: a machine other than the arch's table entry (the emulator's small ones). Raises MegadslError.
+    """
+    if isinstance(model, str):
+        kernel, values = load(model, config if isinstance(config, Path) else None)
+    else:
+        kernel, values = model, dict(config) if isinstance(config, Mapping) else {}
+    spec = kernel.trace(values, tokens=tokens)
+    target = on or machine(arch)
+    state = lower(
+        spec, target, blocks=blocks, max_kv=max_kv or DEFAULT_MAX_KV, overrides=kernel.overrides_for(target.arch), between=between
+    )
+    name = model if isinstance(model, str) else kernel.name
+    return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), _manifest(name, state, target))
+
+
+def _manifest(model: str, state: Lowering, target: Machine) -> dict[str, Any]:
+    plan, graph = state.plan, state.graph
+    cost = total_cost(graph, graph.tokens, 0)
+    attention = next((op for op in graph.ops if isinstance(op, Attention)), None)
+    return {
+        "model": model,
+        "arch": target.arch,
+        "tokens": graph.tokens,
+        "blocks": state.schedule.blocks,
+        "threads": plan.tunables.threads,
+        "cluster": 1,
+        "launches_per_step": 1,
+        "smem_bytes": plan.smem_bytes,
+        "layers": graph.layers,
+        "vocab": graph.vocab,
+        "max_kv": state.schedule.max_kv,
+        "weight_bytes": cost.weight_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token(graph),
+        "floor_us": round(floor_seconds(graph, target, 0) * 1e6, 3),
+        "buffers": dict(plan.buffers),
+        "exchange_fill": [list(fill) for fill in state.exchange_fills],
+        "rope": None if attention is None or attention.rope is None else asdict(attention.rope),
+        "kv": None if attention is None else _kv(attention, state.schedule.max_kv),
+        "stamps": {"names": list(plan.stamps), "sites": len(plan.stamps), "layers": max(1, graph.layers)},
+        "sites": [
+            {"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites
+        ],
+        "pack": [{**asdict(r), "dtype": "bf16"} for r in plan.packs],
+        "shape": [word for record in plan.shape for word in record.words],
+    }
+
+
+def _kv(op: Attention, max_kv: int) -> dict[str, int]:
+    head, layer = kv_strides(op, max_kv)
+    return {"kv_heads": op.kv_heads, "head_dim": op.head_dim, "layer_stride": layer, "head_stride": head, "chunk_rows": 16}
+
+
+def write_artifacts(compiled: Compiled, out: Path) -> dict[str, Any]:
+    """Build the cubin and write kernel.cu, kernel.cubin, plan.txt, report.txt and manifest.json into ``out``, all or nothing."""
+    return _write(compiled.source, compiled.plan_text, compiled.manifest, compiled.schedule.arch, out)

@@ -1,0 +1,1 @@
+"""What users write: kernels of mk.* ops, and schedules beside them."""

@@ -1,0 +1,163 @@
+"""Overrides on top of a default Schedule. Names are checked here, where the graph and the roles are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from difflib import get_close_matches
+
+from megadsl.diagnostics import Collector, declare
+from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
+from megadsl.ir.graph import Attention, Graph
+from megadsl.ir.schedule import OpSchedule, Ring, Role, Schedule
+from megadsl.ir.verify_graph import reads
+from megadsl.source import Span
+
+OP_UNKNOWN = declare("MK152", "schedule: no op is called {name!r}", "{hint}the ops are: {known}")
+ROLE_UNKNOWN = declare("MK153", "schedule: no role is called {name!r}", '{hint}the roles are: {known}; a new role needs kind="loader"')
+EDGE_UNKNOWN = declare("MK154", "schedule: {consumer!r} reads nothing from {producer!r}", "the readers of {producer!r} are: {known}")
+RING_UNKNOWN = declare("MK155", "schedule: no ring or loader role is called {name!r}", "{hint}the rings are: {known}")
+RING_PARTIAL = declare("MK156", "schedule: role {role!r} has no ring yet", "give all of stages=, stage_bytes= and window=")
+WARPS_SUM = declare(
+    "MK157",
+    "schedule: warps({total}) does not match the roles: {roles}",
+    "make the roles add up to {total}, or leave the consumer's warps out",
+)
+NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV range to split", "split(kv=...) is for attention ops")
+
+# Roles first: later records may name roles that a role record adds.
+_ORDER = (SetRole, SetRing, SetCount, SetLoader, SetPrefetch, SetSplit, SetSync)
+
+
+def apply(schedule: Schedule, graph: Graph, overrides: Overrides) -> Schedule:
+    """``schedule`` with the overrides. Raises all of MK152 to MK158 at once, each at the user's line."""
+    found = Collector()
+    for kind in _ORDER:
+        for record in overrides.records:
+            if isinstance(record, kind):
+                schedule = _apply(schedule, graph, record, overrides, found)
+    found.raise_if_any()
+    return schedule
+
+
+def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overrides, found: Collector) -> Schedule:
+    match record:
+        case SetRole():
+            return _role(schedule, record, found)
+        case SetRing():
+            return _ring(schedule, record, found)
+        case SetCount(field="warps"):
+            return _warps(schedule, record, overrides, found)
+        case SetCount(field="blocks"):
+            return replace(schedule, blocks=record.value)
+        case SetCount(field="batch"):
+            return replace(schedule, batch=record.value)
+        case SetCount():
+            return replace(schedule, max_kv=record.value)
+        case SetSync():
+            return _sync(schedule, graph, record, found)
+        case SetLoader() | SetPrefetch() | SetSplit():
+            return _op(schedule, graph, record, found)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _known(code: str, name: str, known: Iterable[str], span: Span, found: Collector) -> bool:
+    names = list(known)
+    if name not in names:
+        found.add(code, span, name=name, hint=_hint(name, names), known=", ".join(names))
+    return name in names
+
+
+def _role(schedule: Schedule, record: SetRole, found: Collector) -> Schedule:
+    names = [r.name for r in schedule.roles]
+    if record.role in names:
+        roles = tuple(replace(r, warps=record.warps, kind=record.kind or r.kind) if r.name == record.role else r for r in schedule.roles)
+        return replace(schedule, roles=roles)
+    if record.kind is None:
+        _known(ROLE_UNKNOWN, record.role, names, record.span, found)
+        return schedule
+    return replace(schedule, roles=(*schedule.roles, Role(record.role, record.kind, record.warps)))
+
+
+def _ring(schedule: Schedule, record: SetRing, found: Collector) -> Schedule:
+    rings = dict(schedule.rings)
+    by_name = {ring.name: role for role, ring in schedule.rings}
+    loaders = [r.name for r in schedule.roles if r.kind == "loader"]
+    if not _known(RING_UNKNOWN, record.ring, [*by_name, *loaders], record.span, found):
+        return schedule
+    role = by_name.get(record.ring, record.ring)
+    changes = dict(record.changes)
+    if role in rings:
+        rings[role] = _replaced_ring(rings[role], record.changes)
+    elif len(changes) == len(("stages", "stage_bytes", "window")):
+        rings[role] = _replaced_ring(Ring(role, 0, 0, 0), record.changes)
+    else:
+        found.add(RING_PARTIAL, record.span, role=role)
+    return replace(schedule, rings=tuple(rings.items()))
+
+
+def _replaced_ring(ring: Ring, changes: Changes) -> Ring:
+    values = {k: v for k, v in changes if isinstance(v, int)}
+    return Ring(
+        ring.name, values.get("stages", ring.stages), values.get("stage_bytes", ring.stage_bytes), values.get("window", ring.window)
+    )
+
+
+def _warps(schedule: Schedule, record: SetCount, overrides: Overrides, found: Collector) -> Schedule:
+    consumer = schedule.consumer
+    left = record.value - sum(r.warps for r in schedule.roles if r is not consumer)
+    fixed = any(isinstance(r, SetRole) and r.role == consumer.name for r in overrides.records)
+    if left < 1 or (fixed and left != consumer.warps):
+        roles = ", ".join(f"{r.name} {r.warps}" for r in schedule.roles)
+        found.add(WARPS_SUM, record.span, total=record.value, roles=roles)
+        return schedule
+    return replace(schedule, roles=tuple(replace(r, warps=left) if r is consumer else r for r in schedule.roles))
+
+
+def _op(schedule: Schedule, graph: Graph, record: SetLoader | SetPrefetch | SetSplit, found: Collector) -> Schedule:
+    names = [o.op for o in schedule.ops]
+    if not _known(OP_UNKNOWN, record.op, names, record.span, found):
+        return schedule
+    old = schedule.op(record.op)
+    new = _changed(old, graph, schedule, record, found)
+    return replace(schedule, ops=tuple(new if o is old else o for o in schedule.ops))
+
+
+def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: SetLoader | SetPrefetch | SetSplit, found: Collector) -> OpSchedule:
+    match record:
+        case SetLoader():
+            loaders = [r.name for r in schedule.roles if r.kind == "loader"]
+            known = _known(ROLE_UNKNOWN, record.role, loaders, record.span, found)
+            return replace(old, loader=record.role) if known else old
+        case SetPrefetch():
+            changes = dict(record.changes)
+            ahead_of = changes.get("ahead_of")
+            if isinstance(ahead_of, str):
+                _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found)
+            return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
+        case SetSplit():
+            changes = dict(record.changes)
+            if "splits" in changes and not isinstance(graph.op(old.op), Attention):
+                found.add(NOT_SPLIT, record.span, op=old.op)
+            return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
+
+
+def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -> Schedule:
+    names = [o.name for o in graph.ops]
+    ends = [record.producer] + ([record.consumer] if record.consumer else [])
+    known = [_known(OP_UNKNOWN, name, names, record.span, found) for name in ends]
+    if not all(known):
+        return schedule
+    out = graph.op(record.producer).out
+    readers = [o.name for o in graph.ops if out in {ref.value for ref in reads(o)}]
+    chosen = [out] if out and readers and (record.consumer is None or record.consumer in readers) else []
+    if not chosen and record.consumer == record.producer:  # what the op's blocks hand to each other before its value is whole
+        chosen = [e.value for e in schedule.edges if e.producer == record.producer and e.value != out]
+    if not chosen:
+        consumer = record.consumer or "any op"
+        found.add(EDGE_UNKNOWN, record.span, consumer=consumer, producer=record.producer, known=", ".join(readers) or "none")
+    return replace(schedule, edges=tuple(replace(e, sync=record.sync) if e.value in chosen else e for e in schedule.edges))

@@ -1,0 +1,158 @@
+"""mk.*: what a kernel is written with. Shapes: activations (tokens, features) in bf16, weights as the checkpoint has them."""
+
+from __future__ import annotations
+
+from typing import overload
+
+from megadsl.diagnostics import declare
+from megadsl.dsl.loop import Layers
+from megadsl.dsl.naming import joint_stem, stem
+from megadsl.dsl.tensor import KVCache, Scalar, Tensor
+from megadsl.dsl.tracer import current
+from megadsl.expr import parse
+from megadsl.ir.spec import Tensor as SpecTensor
+from megadsl.source import caller_span
+from megadsl.types import DType, Lifetime
+
+TOKENS_RANGE = declare(
+    "MK102", "tokens = {tokens!r} is out of range", "a launch takes 1 to {most} new tokens; feed a longer prompt in chunks"
+)
+IDS_TWICE = declare("MK140", "mk.input_ids is called twice", "call it once and keep the tensor")
+NO_WEIGHT = declare("MK141", "mk.linear: no weight is given", "pass one or more weights after the activation: mk.linear(x, w)")
+NOT_A_CACHE = declare("MK149", "mk.attention: kv is {value}", "pass layer.kv_cache(...).append(k, v)")
+MAX_TOKENS = 16
+
+
+def input_ids(tokens: int = 1) -> Tensor:
+    """The new token ids, i32 of shape (tokens,), written by the host or by the launch before. MK102 outside 1 to 16."""
+    tracer, span = current("input_ids"), caller_span()
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_TOKENS:
+        tracer.found.add(TOKENS_RANGE, span, tokens=tokens, most=MAX_TOKENS)
+        tokens = 1
+    if "input_ids" in tracer.tensors:
+        tracer.found.add(IDS_TWICE, span)
+    return tracer.declare(SpecTensor("input_ids", (tokens,), DType.I32, Lifetime.INPUT, span))
+
+
+def weight(name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16) -> Tensor:
+    """A weight that exists once, by its name in the checkpoint (``.weight`` is appended when no ``.weight`` or ``.bias`` ends it).
+
+    bf16, (rows, columns) or (length,). MK101 unknown dtype, MK103 declared before with another shape, MK104 bad dimension.
+    """
+    return current("weight").weight(name, shape, dtype, per_layer=False, span=caller_span())
+
+
+def kv_cache(kv_heads: int, head_dim: int, name: str = "kv") -> KVCache:
+    """A KV cache of a kernel without layers; inside mk.layers use layer.kv_cache. MK104 for a bad dimension."""
+    return current("kv_cache").kv_cache(name, kv_heads, head_dim, per_layer=False, span=caller_span())
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    """Row ``ids[t]`` of ``table`` (vocabulary, features) for each token: (tokens, features). MK110, MK111 for wrong shapes."""
+    tracer, span = current("embed"), caller_span()
+    name = stem(table.name) if isinstance(table, Tensor) else "embed"
+    (out,) = tracer.node("embed", name, (ids, table), [name], span)
+    return out
+
+
+@overload
+def linear(x: Tensor, weight: Tensor, /, *, name: str | None = None) -> Tensor: ...
+
+
+@overload
+def linear(x: Tensor, first: Tensor, second: Tensor, /, *more: Tensor, name: str | None = None) -> tuple[Tensor, ...]: ...
+
+
+def linear(x: Tensor, *weights: Tensor, name: str | None = None) -> Tensor | tuple[Tensor, ...]:
+    """``x @ w.T`` for each weight (rows, columns), x (tokens, columns): (tokens, rows) each; several weights are one matrix.
+
+    Accumulates in fp32, rounds to bf16. One tensor for one weight, else a tuple. The op is called ``name``, by default after
+    its weights: o_proj; qkv_proj for q_proj, k_proj, v_proj. MK109 name taken, MK112 to MK114 for wrong shapes, MK141 no weight.
+    """
+    tracer, span = current("linear"), caller_span()
+    if not weights:
+        raise tracer.fail(NO_WEIGHT, span)
+    names = [w.name for w in weights if isinstance(w, Tensor)]
+    op = name or (joint_stem(names) if names else "linear")
+    if name:
+        tracer.require_new_name(name, span)
+    parts = [op] if len(weights) == 1 else [stem(n) for n in names]
+    outputs = tracer.node("linear", op, (x, *weights), parts, span)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def map(expr: str, /, **operands: Tensor | Scalar) -> Tensor:
+    """An expression over the features of each token: ``mk.map("silu(gate) * up", gate=gate, up=up)``.
+
+    Tensors are activations (tokens, features) or vector weights (features,); numbers are constants. sum, mean and max over
+    one argument reduce over the features. fp32 inside; rounded to bf16 only where a value is materialised. MK115 to MK117
+    for operands that do not fit, MK201 to MK211 (with a caret) for the text.
+    """
+    tracer, span = current("map"), caller_span()
+    tensors = {k: v for k, v in operands.items() if not isinstance(v, int | float)}
+    numbers = {k: float(v) for k, v in operands.items() if isinstance(v, int | float)}
+    return tracer.map("map", parse(expr, span, tuple(tensors), numbers), tensors, span)
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w."""
+    tracer, span = current("rms_norm"), caller_span()
+    expr = parse("x * rsqrt(mean(x * x) + eps) * w", span, ("x", "w"), {"eps": eps})
+    name = stem(w.name) if isinstance(w, Tensor) else "rms_norm"
+    return tracer.map(name, expr, {"x": x, "w": w}, span)
+
+
+def rope(q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "half") -> tuple[Tensor, Tensor]:
+    """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / head_dim)``.
+
+    style "half" pairs features i and i + head_dim / 2, "interleaved" 2i and 2i + 1. MK118 unknown style, MK119 features that
+    are no whole heads, MK120 unsupported head_dim.
+    """
+    tracer, span = current("rope"), caller_span()
+    attrs = {"head_dim": head_dim, "theta": float(theta), "style": style}
+    names = [f"{t.name}.rope" if isinstance(t, Tensor) else "rope" for t in (q, k)]
+    q_out, k_out = tracer.node("rope", "rope", (q, k), names, span, attrs)
+    return q_out, k_out
+
+
+def attention(q: Tensor, kv: KVCache, *, heads: int, scale: float | None = None, name: str = "attention") -> Tensor:
+    """Causal grouped-query attention over the cached rows and this step's: (tokens, heads * head_dim) to the same shape.
+
+    ``scale`` defaults to head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). MK120 head_dim, MK122 features
+    of q, MK123 ratio, MK149 when kv is no cache that was appended to.
+    """
+    tracer, span = current("attention"), caller_span()
+    if not isinstance(kv, KVCache):
+        raise tracer.fail(NOT_A_CACHE, span, value=f"a {type(kv).__name__}")
+    if kv.appended is None:
+        raise tracer.fail(NOT_A_CACHE, span, value=f"cache {kv.name!r}, to which nothing was appended")
+    (count,) = tracer.dimensions("attention heads", heads, span)
+    attrs = {"heads": count, "scale": kv.declared.shape[1] ** -0.5 if scale is None else float(scale)}
+    (out,) = tracer.node("attention", name, (q, kv.appended), [name], span, attrs)
+    return out
+
+
+def logits(x: Tensor) -> Tensor:
+    """Marks the returned logits, fp32 of shape (tokens, vocabulary): the output of the last linear, as it is."""
+    current("logits")
+    return x
+
+
+def argmax(x: Tensor) -> Tensor:
+    """The smallest index of the largest logit of each token: i32 of shape (tokens,). The logits are stored as well."""
+    tracer, span = current("argmax"), caller_span()
+    (out,) = tracer.node("argmax", "argmax", (x,), ["next_ids"], span)
+    return out
+
+
+def layers(count: int, prefix: str = "model.layers") -> Layers:
+    """``for layer in mk.layers(n):`` runs the body for each of n layers; it stays a loop in the emitted code.
+
+    The body is traced once. A variable that is rebound in the body after its old tensor was read there goes from layer to
+    layer; after the loop it holds its value after the last one. Weights are called ``<prefix>.<layer>.<name>.weight``.
+    MK104 for a bad count, MK145 for a second or nested loop, MK146 for an empty body, MK136, MK147, MK148 for variables that
+    cannot be carried.
+    """
+    tracer, span = current("layers"), caller_span()
+    (n,) = tracer.dimensions("mk.layers", count, span)
+    return Layers(tracer, n, prefix, span)

@@ -1,0 +1,195 @@
+"""``with mk.schedule(kernel, arch="sm_90a") as s:`` the user's say over every decision of a Schedule."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from megadsl.diagnostics import Collector, declare
+from megadsl.dsl.apply import apply
+from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
+from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
+from megadsl.machine import DEFAULT_ARCH, machine
+from megadsl.source import Span, caller_span
+
+__all__ = ["EdgeHandle", "OpHandle", "Overrides", "ScheduleBlock", "apply", "schedule"]
+
+BAD_COUNT = declare("MK150", "{what} = {value!r} is not an integer of at least {least}", "give a whole number, {least} or more")
+BAD_CHOICE = declare("MK151", "{what} = {value!r} is not known", "choose one of: {choices}")
+
+HINTS = ("evict_first", "evict_normal", "evict_last")
+KINDS = ("loader", "consumer")
+
+
+class _Keep:
+    """The default of an argument that, left out, keeps what the schedule has."""
+
+
+_KEEP = _Keep()
+_Count = int | _Keep
+
+
+class ScheduleBlock:
+    """Records overrides. Bad values are collected and raised at the end of the with block; names are checked when applied."""
+
+    def __init__(self, kernel: Kernel, arch: str) -> None:
+        machine(arch)
+        self._kernel = kernel
+        self._arch = arch
+        self._records: list[Override] = []
+        self._found = Collector()
+
+    def __enter__(self) -> ScheduleBlock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._found.raise_if_any()
+            self._kernel.overrides[self._arch] = Overrides(self._arch, tuple(self._records))
+
+    def __getitem__(self, op: str) -> OpHandle:
+        """The op called ``op``: ``s["o_proj"].prefetch(...)``."""
+        return OpHandle(self, op)
+
+    def phase(self, op: str) -> OpHandle:
+        """The op again, where roles are meant: ``s.phase("attention").loader("kv_loader")``."""
+        return OpHandle(self, op)
+
+    def edge(self, producer: str, consumer: str) -> EdgeHandle:
+        """The value that ``producer`` hands to ``consumer``. All readers of the value share its sync.
+
+        An op with itself, ``s.edge("attention", "attention")``, is what its own blocks hand to each other (parts of a split).
+        """
+        return EdgeHandle(self, producer, consumer)
+
+    def blocks(self, n: int) -> None:
+        """Blocks of the grid, one per SM. Bit-identical."""
+        self._count("blocks", n, caller_span())
+
+    def warps(self, n: int) -> None:
+        """Warps of a block, all roles together; consumers get what loaders leave. Bit-identical."""
+        self._count("warps", n, caller_span())
+
+    def batch(self, n: int) -> None:
+        """Row groups of a linear that are reduced together. Bit-identical."""
+        self._count("batch", n, caller_span())
+
+    def max_kv(self, n: int) -> None:
+        """Rows that each KV cache holds. Bit-identical."""
+        self._count("max_kv", n, caller_span())
+
+    def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
+        """Warps of a role. A role that the default schedule lacks needs its kind, "loader" or "consumer"."""
+        span = caller_span()
+        if kind is not None:
+            self.choice("role kind", kind, KINDS, span)
+        self.record(SetRole(name, self.checked("role warps", warps, 1, span), kind, span))
+
+    def ring(self, name: str, *, stages: int | _Keep = _KEEP, stage_bytes: int | _Keep = _KEEP, window: int | _Keep = _KEEP) -> None:
+        """A ring, by its name or its role's. ``window`` bounds the bytes in flight. Bit-identical."""
+        span = caller_span()
+        self.record(SetRing(name, self.changes(1, span, stages=stages, stage_bytes=stage_bytes, window=window), span))
+
+    def record(self, override: Override) -> None:
+        self._records.append(override)
+
+    def checked(self, what: str, value: int, least: int, span: Span) -> int:
+        """``value``; MK150 when it is no integer of at least ``least``."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._found.add(BAD_COUNT, span, what=what, value=value, least=least)
+        return value
+
+    def choice(self, what: str, value: object, choices: tuple[str, ...], span: Span) -> None:
+        """MK151 when ``value`` is none of ``choices``."""
+        if value not in choices:
+            self._found.add(BAD_CHOICE, span, what=what, value=value, choices=", ".join(choices))
+
+    def changes(self, least: int, span: Span, **values: _Count) -> Changes:
+        """The given ones of ``values``, checked."""
+        return tuple((k, self.checked(k, v, least, span)) for k, v in values.items() if not isinstance(v, _Keep))
+
+    def _count(self, field: str, value: int, span: Span) -> None:
+        self.record(SetCount(field, self.checked(field, value, 1, span), span))
+
+
+class OpHandle:
+    """One op of the kernel, as the schedule sees it."""
+
+    def __init__(self, block: ScheduleBlock, op: str) -> None:
+        self._block = block
+        self._op = op
+
+    def loader(self, role: str) -> OpHandle:
+        """The role that streams this op's weights (or KV rows). Bit-identical."""
+        self._block.record(SetLoader(self._op, role, caller_span()))
+        return self
+
+    def prefetch(
+        self,
+        *,
+        smem: str | _Keep | None = _KEEP,
+        l2: int | _Keep = _KEEP,
+        ahead_of: str | _Keep | None = _KEEP,
+        hint: str | _Keep = _KEEP,
+    ) -> OpHandle:
+        """Where this op's weights go before they are needed. Bit-identical.
+
+        smem: "ring" takes them as early as the ring has room, None only once the op has begun. l2: bytes of each block's
+        share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint: evict_first, evict_normal,
+        evict_last.
+        """
+        span = caller_span()
+        found: list[tuple[str, int | str | bool | None]] = []
+        if not isinstance(smem, _Keep):
+            if smem is not None:
+                self._block.choice("prefetch smem", smem, ("ring", "None"), span)
+            found.append(("smem", smem == "ring"))
+        if not isinstance(l2, _Keep):
+            found.append(("l2_bytes", self._block.checked("prefetch l2", l2, 0, span)))
+        if not isinstance(ahead_of, _Keep):
+            found.append(("ahead_of", ahead_of))
+        if not isinstance(hint, _Keep):
+            self._block.choice("prefetch hint", hint, HINTS, span)
+            found.append(("hint", hint))
+        self._block.record(SetPrefetch(self._op, tuple(found), span))
+        return self
+
+    def split(self, *, kv: int | _Keep = _KEEP, share_offset: int | _Keep = _KEEP, chunk: int | _Keep = _KEEP) -> OpHandle:
+        """How the op's work is shared. ``kv``: parts of the KV range per KV head (changes rounding). ``share_offset``: the
+        block that first gets a larger share. ``chunk``: KV rows per part's step. The last two are bit-identical.
+        """
+        span = caller_span()
+        given = self._block.changes(1, span, splits=kv)
+        given += self._block.changes(0, span, share_offset=share_offset, chunk=chunk)
+        self._block.record(SetSplit(self._op, given, span))
+        return self
+
+    def sync(self, sync: Sync) -> OpHandle:
+        """How all readers wait for what this op gives: mk.Tagged, mk.Sentinel or mk.Flag. Bit-identical."""
+        EdgeHandle(self._block, self._op, None).sync(sync)
+        return self
+
+
+class EdgeHandle:
+    """A value between a producer and its readers."""
+
+    def __init__(self, block: ScheduleBlock, producer: str, consumer: str | None) -> None:
+        self._block = block
+        self._producer = producer
+        self._consumer = consumer
+
+    def sync(self, sync: Sync) -> None:
+        """How the readers of the value wait: mk.Tagged, mk.Sentinel or mk.Flag. Bit-identical."""
+        span = caller_span()
+        if not isinstance(sync, Tagged | Sentinel | Flag):
+            self._block.choice("sync", sync, ("mk.Tagged(...)", "mk.Sentinel(...)", "mk.Flag(...)"), span)
+            return
+        self._block.checked("sync slots", sync.slots, 1, span)
+        self._block.record(SetSync(self._producer, self._consumer, sync, span))
+
+
+def schedule(kernel: Kernel, arch: str = DEFAULT_ARCH) -> ScheduleBlock:
+    """Overrides for ``kernel`` on ``arch``; everything not named keeps its default. A second block for the same arch replaces
+    the first. MK001 unknown arch, MK150 and MK151 bad values; unknown names are reported on lowering (MK152 to MK158).
+    """
+    return ScheduleBlock(kernel, arch)

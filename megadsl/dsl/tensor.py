@@ -1,0 +1,169 @@
+"""What a user's function holds while it is traced: tensors, caches and the layer of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megadsl.diagnostics import Collector, MegadslError, declare
+from megadsl.ir.expr import Arg, Binary, Const, Expr, Unary
+from megadsl.ir.spec import Tensor as SpecTensor
+from megadsl.source import Span, caller_span
+from megadsl.types import DType
+
+APPENDED_TWICE = declare(
+    "MK106", "cache {cache!r} is appended to twice in one step", "append once per step; declare a second cache for a second attention"
+)
+OPERAND = declare("MK139", "{op}: the other operand is {value}", "use a tensor of the same features or a number")
+CACHE_OUTSIDE = declare(
+    "MK143",
+    "cache {cache!r} is declared {declared} mk.layers and appended to {used} it",
+    "inside the loop use layer.kv_cache(...), outside it mk.kv_cache(...)",
+)
+LAYER_CLOSED = declare("MK107", "the layer of a loop is used outside the loop's body", "move the line into the body of mk.layers")
+
+Scalar = int | float
+
+
+class Recorder(Protocol):
+    """What the handles below need of the tracer."""
+
+    found: Collector
+
+    @property
+    def in_loop(self) -> bool: ...
+
+    def fail(self, code: str, span: Span, **fields: object) -> MegadslError: ...
+
+    def node(
+        self, op: str, name: str, inputs: Sequence[object], outputs: Sequence[str], span: Span, attrs: Mapping[str, Any] = ...
+    ) -> tuple[Tensor, ...]: ...
+
+    def map(self, name: str, expr: Expr, operands: Mapping[str, Tensor], span: Span) -> Tensor: ...
+
+    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span) -> Tensor: ...
+
+    def kv_cache(self, name: str, kv_heads: int, head_dim: int, *, per_layer: bool, span: Span) -> KVCache: ...
+
+
+class Tensor:
+    """A tensor of the kernel being traced. ``+ - * /`` with tensors of the same features and with numbers make maps.
+
+    ``shape`` is (tokens, features) for activations, (rows, columns) or (length,) for weights; ``dtype`` is the element type.
+    """
+
+    def __init__(self, tracer: Recorder, spec: SpecTensor) -> None:
+        self.tracer = tracer
+        self.spec = spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.spec.dtype
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r}, shape={list(self.shape)}, dtype={self.dtype.value})"
+
+    def __add__(self, other: Tensor | Scalar) -> Tensor:
+        return self._binary("add", other)
+
+    def __radd__(self, other: Scalar) -> Tensor:
+        return self._binary("add", other, swap=True)
+
+    def __sub__(self, other: Tensor | Scalar) -> Tensor:
+        return self._binary("sub", other)
+
+    def __rsub__(self, other: Scalar) -> Tensor:
+        return self._binary("sub", other, swap=True)
+
+    def __mul__(self, other: Tensor | Scalar) -> Tensor:
+        return self._binary("mul", other)
+
+    def __rmul__(self, other: Scalar) -> Tensor:
+        return self._binary("mul", other, swap=True)
+
+    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
+        return self._binary("div", other)
+
+    def __rtruediv__(self, other: Scalar) -> Tensor:
+        return self._binary("div", other, swap=True)
+
+    def __neg__(self) -> Tensor:
+        return self.tracer.map("neg", Unary("neg", Arg("a")), {"a": self}, caller_span())
+
+    def _binary(self, op: str, other: Tensor | Scalar, swap: bool = False) -> Tensor:
+        if isinstance(other, bool) or not isinstance(other, Tensor | int | float):
+            raise self.tracer.fail(OPERAND, caller_span(), op=op, value=f"{type(other).__name__} {other!r}")
+        if isinstance(other, Tensor):
+            same = other is self
+            right: Expr = Arg("a") if same else Arg("b")
+            operands = {"a": self} if same else {"a": self, "b": other}
+        else:
+            right, operands = Const(float(other)), {"a": self}
+        left: Expr = Arg("a")
+        if swap:
+            left, right = right, left
+        return self.tracer.map(op, Binary(op, left, right), operands, caller_span())
+
+
+class KVCache:
+    """A cache of k and v rows, bf16, ``kv_heads`` heads of ``head_dim`` features; one per layer inside mk.layers."""
+
+    def __init__(self, tracer: Recorder, spec: SpecTensor) -> None:
+        self.tracer = tracer
+        self.declared = Tensor(tracer, spec)
+        self.appended: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
+
+    def append(self, k: Tensor, v: Tensor) -> KVCache:
+        """Append this step's rows: k, v of shape (tokens, kv_heads * head_dim). Returns the cache.
+
+        MK106 on a second append, MK121 when the features do not fit, MK143 for a cache from the other side of mk.layers.
+        """
+        span = caller_span()
+        if self.appended is not None:
+            self.tracer.found.add(APPENDED_TWICE, span, cache=self.name)
+        if self.declared.spec.per_layer != self.tracer.in_loop:
+            declared, used = ("inside", "outside") if self.declared.spec.per_layer else ("outside", "inside")
+            self.tracer.found.add(CACHE_OUTSIDE, span, cache=self.name, declared=declared, used=used)
+        (self.appended,) = self.tracer.node("kv_append", "kv_append", (k, v, self.declared), [f"{self.name}.new"], span)
+        return self
+
+
+class Layer:
+    """The current layer inside ``for layer in mk.layers(n)``: the source of what exists once per layer."""
+
+    def __init__(self, tracer: Recorder, prefix: str) -> None:
+        self._tracer = tracer
+        self._prefix = prefix
+        self._open = True
+
+    def close(self) -> None:
+        self._open = False
+
+    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16) -> Tensor:
+        """The weight ``<prefix>.<layer>.<name>.weight`` of the checkpoint, bf16, of shape (rows, columns) or (length,).
+
+        MK101 unknown dtype, MK103 declared before with another shape, MK104 a dimension that is no positive integer.
+        """
+        self._check_open()
+        return self._tracer.weight(f"{self._prefix}.{{layer}}.{name}", shape, dtype, per_layer=True, span=caller_span())
+
+    def kv_cache(self, kv_heads: int, head_dim: int, name: str = "kv") -> KVCache:
+        """This layer's KV cache. MK104 when a dimension is no positive integer."""
+        self._check_open()
+        return self._tracer.kv_cache(name, kv_heads, head_dim, per_layer=True, span=caller_span())
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise self._tracer.fail(LAYER_CLOSED, caller_span())

@@ -1,0 +1,170 @@
+"""The recorder behind mk.*: collects tensors, nodes and the loop of the kernel being traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from megadsl.diagnostics import Collector, MegadslError, declare, diagnose, error
+from megadsl.dsl.naming import unique
+from megadsl.dsl.tensor import KVCache, Tensor
+from megadsl.ir.expr import Expr
+from megadsl.ir.spec import Loop, Node
+from megadsl.ir.spec import Tensor as SpecTensor
+from megadsl.ops import outline
+from megadsl.ops.base import shape_text
+from megadsl.source import Span, caller_span
+from megadsl.types import DType, Lifetime
+
+NO_KERNEL = declare(
+    "MK100", "mk.{what} is called outside a kernel", "call it inside a function decorated with @mk.kernel, during .trace(...)"
+)
+DTYPE_UNKNOWN = declare(
+    "MK101", "{what}: unknown dtype {dtype!r}", 'weights are dtype="bf16"; other checkpoint types are converted on loading'
+)
+WEIGHT_TWICE = declare(
+    "MK103",
+    "weight {name!r} is declared with shape {shape}, but before with {before} at {where}",
+    "give both the same shape, or one of them another name",
+)
+DIMENSION = declare("MK104", "{what}: dimension {value!r} is not a positive integer", "shapes are positive integers (use // for divisions)")
+NOT_A_TENSOR = declare("MK105", "{what}: expected a tensor, got {value}", "pass what mk.embed, mk.linear and the like return")
+OTHER_TRACE = declare(
+    "MK108", "{what}: tensor {tensor!r} belongs to another kernel", "build all tensors inside the function that is being traced"
+)
+NAME_TWICE = declare("MK109", "two ops are called {name!r}", "give each op its own name=; schedules refer to ops by name")
+STALE_INITIAL = declare(
+    "MK142",
+    "{node} reads the value that {variable!r} had before the loop, which the loop has overwritten",
+    "read {variable!r} itself (its value after the last layer), or do this before the loop",
+)
+LAYER_WEIGHT = declare(
+    "MK144",
+    "{node} reads {weight!r}, which exists once per layer, outside the loop",
+    "declare the weight with mk.weight, or move the op inside",
+)
+
+
+@dataclass
+class OpenLoop:
+    """The loop whose body is being recorded, and the index of its first node."""
+
+    loop: Loop
+    first_node: int
+
+
+class Tracer:
+    """Records one kernel. Mistakes that leave a plausible shape are collected; the others raise with all before them."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.tensors: dict[str, SpecTensor] = {}
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.open: OpenLoop | None = None
+        self.overwritten: dict[str, str] = {}  # tensor that entered a closed loop -> its variable
+        self.found = Collector()
+
+    @property
+    def in_loop(self) -> bool:
+        return self.open is not None
+
+    def fail(self, code: str, span: Span, **fields: object) -> MegadslError:
+        """The error to raise when tracing cannot go on; it carries what was found before."""
+        return MegadslError([*self.found.found, diagnose(code, span, "", **fields)])
+
+    def declare(self, spec: SpecTensor) -> Tensor:
+        self.tensors[spec.name] = spec
+        return Tensor(self, spec)
+
+    def dimensions(self, what: str, shape: object, span: Span) -> tuple[int, ...]:
+        """``shape`` as a tuple; MK104 for what is no positive integer (which then counts as 1)."""
+        dims = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+        bad = [d for d in dims if isinstance(d, bool) or not isinstance(d, int) or d < 1]
+        for d in bad:
+            self.found.add(DIMENSION, span, what=what, value=d)
+        return tuple(1 if d in bad else d for d in dims)
+
+    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span) -> Tensor:
+        full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        dims = self.dimensions(f"weight {full!r}", shape, span)
+        if dtype not in (DType.BF16, DType.BF16.value):
+            self.found.add(DTYPE_UNKNOWN, span, what=f"weight {full!r}", dtype=dtype.value if isinstance(dtype, DType) else dtype)
+        before = self.tensors.get(full)
+        if before is None:
+            return self.declare(SpecTensor(full, dims, DType.BF16, Lifetime.WEIGHT, span, per_layer))
+        if before.shape != dims:
+            self.found.add(WEIGHT_TWICE, span, name=full, shape=shape_text(dims), before=shape_text(before.shape), where=before.span.short)
+        return Tensor(self, before)
+
+    def kv_cache(self, name: str, kv_heads: int, head_dim: int, *, per_layer: bool, span: Span) -> KVCache:
+        dims = self.dimensions(f"KV cache {name!r}", (kv_heads, head_dim), span)
+        spec = SpecTensor(unique(name, self.tensors), dims, DType.BF16, Lifetime.STATE, span, per_layer)
+        return KVCache(self, self.declare(spec).spec)
+
+    def node(
+        self,
+        op: str,
+        name: str,
+        inputs: Sequence[object],
+        outputs: Sequence[str],
+        span: Span,
+        attrs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[Tensor, ...]:
+        """Record an op. ``name`` and ``outputs`` are made unique; shapes come from the op's family."""
+        tensors = [self._operand(name, value, span) for value in inputs]
+        op_name = unique(name, {n.name for n in self.nodes})
+        loop = self.open.loop.name if self.open else None
+        node = Node(op, op_name, tuple(t.name for t in tensors), (), span, loop, MappingProxyType(dict(attrs)))
+        results = []
+        for output, out in zip(outputs, outline(node, tuple(t.spec for t in tensors), self.found), strict=True):
+            per_layer = out.lifetime is Lifetime.STATE and self.in_loop
+            results.append(self.declare(SpecTensor(unique(output, self.tensors), out.shape, out.dtype, out.lifetime, span, per_layer)))
+        self.nodes.append(replace(node, outputs=tuple(t.name for t in results)))
+        return tuple(results)
+
+    def map(self, name: str, expr: Expr, operands: Mapping[str, Tensor], span: Span) -> Tensor:
+        """Record an expression; ``operands`` gives each argument of ``expr`` its tensor."""
+        (out,) = self.node("map", name, tuple(operands.values()), [name], span, {"expr": expr, "args": tuple(operands)})
+        return out
+
+    def require_new_name(self, name: str, span: Span) -> None:
+        """MK109 when the user names an op as another one is named."""
+        if any(n.name == name for n in self.nodes):
+            self.found.add(NAME_TWICE, span, name=name)
+
+    def _operand(self, what: str, value: object, span: Span) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise self.fail(NOT_A_TENSOR, span, what=what, value=f"{type(value).__name__} {value!r}")
+        if value.tracer is not self:
+            raise self.fail(OTHER_TRACE, span, what=what, tensor=value.name)
+        if value.name in self.overwritten:
+            self.found.add(STALE_INITIAL, span, node=what, variable=self.overwritten[value.name])
+        if value.spec.lifetime is Lifetime.WEIGHT and value.spec.per_layer and not self.in_loop:
+            self.found.add(LAYER_WEIGHT, span, node=what, weight=value.name)
+        return value
+
+
+_CURRENT: ContextVar[Tracer | None] = ContextVar("megadsl_tracer", default=None)
+
+
+def current(what: str) -> Tracer:
+    """The tracer of the kernel being traced; MK100 when there is none."""
+    tracer = _CURRENT.get()
+    if tracer is None:
+        raise error(NO_KERNEL, caller_span(), what=what)
+    return tracer
+
+
+@contextmanager
+def tracing(tracer: Tracer) -> Iterator[None]:
+    """Make ``tracer`` the current one."""
+    token = _CURRENT.set(tracer)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

@@ -1,0 +1,5 @@
+"""Plan to CUDA text. The only place that knows jinja2."""
+
+from megadsl.emit.kernel import emit
+
+__all__ = ["emit"]

@@ -1,0 +1,110 @@
+"""Renders kernel.cu from a plan. Templates decide which calls and in which order; arithmetic is in the headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megadsl.expr import to_cuda, to_text
+from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
+from megadsl.ir.graph import Attention, Linear, ValueRef
+from megadsl.ir.plan import Instr, Plan, Program
+from megadsl.lower.memory import kept_values, prologue_values
+from megadsl.lower.programs import instructions
+from megadsl.lower.shape import ident
+from megadsl.resources import templates
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument of a prologue expression as the emitted code sees it."""
+
+    register: str
+    buffer: str
+    is_vector: bool
+
+
+def emit(plan: Plan) -> str:
+    """The text of kernel.cu: compiles with nvcc for the GPU and with a C++17 compiler for the emulator."""
+    environment = Environment(
+        loader=FileSystemLoader(templates()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    environment.globals.update(_helpers(plan))
+    text = environment.get_template("kernel.cu.j2").render()
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _helpers(plan: Plan) -> dict[str, Any]:
+    ops = [op.name for op in plan.graph.ops]
+    linears = [op for op in plan.graph.ops if isinstance(op, Linear)]
+    return {
+        "plan": plan,
+        "rings": plan.schedule.rings,
+        "attentions": [op for op in plan.graph.ops if isinstance(op, Attention)],
+        "has_argmax": any(op.sink == "argmax" for op in linears),
+        "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
+        "ident": ident,
+        "ring_name": lambda role: f"ring_{ident(role)}",
+        "ring_type": lambda role: f"{_camel(role)}Ring",
+        "reader_name": lambda role: f"read_{ident(role)}",
+        "role_function": lambda role: f"role_{ident(role)}",
+        "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "hints": _hints,
+        "op_index": ops.index,
+        "group_features": lambda op: _group_features(plan, op),
+        "kept_values": kept_values,
+        "operands": _operands,
+        "operand": lambda op, arg: _operand(op, arg).buffer,
+        "expr_text": to_text,
+        "expr_cuda": _prologue_cuda,
+        "epilogue_cuda": _epilogue_cuda,
+        "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
+        "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
+        "unknown_instruction": _unknown,
+    }
+
+
+def _camel(name: str) -> str:
+    return "".join(word.capitalize() for word in ident(name).split("_"))
+
+
+def _unknown(instr: Instr) -> str:
+    raise AssertionError(f"no template prints the instruction {instr.call!r} of {instr.op!r}")
+
+
+def _hints(program: Program) -> list[str]:
+    found = {str(i.args["hint"]) for i in instructions(program.body) if "hint" in i.args}
+    return sorted(found)
+
+
+def _group_features(plan: Plan, op: str) -> int:
+    linear = plan.graph.op(op)
+    assert isinstance(linear, Linear) and linear.out is not None
+    return plan.exchange(linear.out).group_features
+
+
+def _operand(op: Linear, arg: str) -> Operand:
+    values = [name for name, _ in prologue_values(op)]
+    if arg in values:
+        return Operand(f"{ident(arg)}_", ("activations", "second")[values.index(arg)], False)
+    return Operand(f"{ident(arg)}_", f"vector_{ident(arg)}", True)
+
+
+def _operands(op: Linear, expr: Expr) -> list[Operand]:
+    return [_operand(op, arg) for arg in arg_names(expr)]
+
+
+def _prologue_cuda(op: Linear, expr: Expr) -> str:
+    names = {name: f"{_operand(op, name).register}[j]" for name, _ in op.prologue.args}
+    reduced: dict[Reduce, str] = {r: f"r{i}" for i, r in enumerate(reductions(op.prologue.expr))}
+    return to_cuda(expr, names, reduced)
+
+
+def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:
+    assert op.epilogue is not None
+    product = dict(zip((p.name for p in op.parts), products, strict=True))
+    names = {name: product[ref.value] for name, ref in op.epilogue.args if isinstance(ref, ValueRef) and ref.value in product}
+    names.update({name: f"kept{i}{suffix}" for i, (name, _) in enumerate(kept_values(op))})
+    return to_cuda(op.epilogue.expr, names, {})

@@ -1,0 +1,119 @@
+"""Launching a kernel that g++ compiled: every CUDA thread a fiber, all blocks resident, one OS thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadsl.diagnostics import declare, error
+from megadsl.emulate.abi import BUFFERS, HangRecord, LaunchArgs, LaunchResult, Status
+
+FAULT = declare(
+    "MK360",
+    "the emulated kernel did what the hardware forbids: {what}",
+    "if the op is a custom one, mend its role function; else report the spec with this message",
+)
+BAD_LAUNCH = declare(
+    "MK361",
+    "a launch of {blocks} blocks (clusters of {cluster}) x {threads} threads with {words} words of shape does not fit this kernel, "
+    "or there is no memory for it",
+    "launch with the manifest that was emitted together with the kernel",
+)
+
+_MAX_HANGS = 256
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A thread that waited for what nobody would do. ``site`` is the kernel's site id, or abi.SITE_BARRIER or SITE_CLUSTER."""
+
+    site: int
+    block: int
+    warp: int
+    lane: int
+    layer: int
+    tile: int
+    expected: int
+    observed: int
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """How a launch went. ``hangs`` is empty when it ended by itself.
+
+    ``steps`` counts resumed warps, ``collectives`` the operations of whole warps, ``parks`` the polls that put a thread to
+    sleep, ``copies`` the asynchronous operations. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
+    """
+
+    hangs: tuple[Hang, ...]
+    steps: int
+    collectives: int
+    parks: int
+    copies: int
+    fingerprint: int
+
+
+class Emulator:
+    """A library from :func:`megadsl.build.host.build_library`."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._run = self._library.mk_host_run
+        self._run.argtypes = [ctypes.POINTER(LaunchArgs)]
+        self._run.restype = ctypes.c_int
+
+    def launch(self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0) -> LaunchReport:
+        """Run one launch to its end.
+
+        ``manifest`` gives blocks, threads, cluster (default 1), smem_bytes, shape (the words of the Shape argument) and
+        buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
+        accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
+        same seed and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
+
+        A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
+        (misaligned or outside access, misused barrier, divergent collective) and MK361 for a launch that does not fit.
+        """
+        shape = [word & 0xFFFFFFFF for word in manifest["shape"]]
+        sizes = manifest.get("buffers", {})
+        hangs = (HangRecord * _MAX_HANGS)()
+        result = LaunchResult(hangs=hangs, hang_capacity=_MAX_HANGS)
+        args = LaunchArgs(
+            buffers=(ctypes.c_void_p * len(BUFFERS))(*(buffers.get(name) or None for name in BUFFERS)),
+            buffer_bytes=(ctypes.c_uint64 * len(BUFFERS))(*(sizes.get(name, 0) for name in BUFFERS)),
+            shape=(ctypes.c_uint32 * max(len(shape), 1))(*shape),
+            shape_words=len(shape),
+            blocks=manifest["blocks"],
+            threads=manifest["threads"],
+            cluster=manifest.get("cluster", 1),
+            smem_bytes=manifest["smem_bytes"],
+            seed=seed,
+            step_limit=step_limit,
+            result=ctypes.pointer(result),
+        )
+        status = Status(self._run(ctypes.byref(args)))
+        if status == Status.FAULT:
+            raise error(FAULT, what=result.message.decode(errors="replace"))
+        if status == Status.BAD_ARGS:
+            raise error(BAD_LAUNCH, blocks=args.blocks, cluster=args.cluster, threads=args.threads, words=len(shape))
+        return _report(result, hangs)
+
+    def switch_ns(self) -> float:
+        """Nanoseconds of one switch between fibers, measured now."""
+        measure = self._library.mk_host_switch_ns
+        measure.restype = ctypes.c_double
+        return float(measure())
+
+
+def _report(result: LaunchResult, hangs: ctypes.Array[HangRecord]) -> LaunchReport:
+    fields = [name for name, *_ in HangRecord._fields_]
+    return LaunchReport(
+        hangs=tuple(Hang(**{name: getattr(hangs[i], name) for name in fields}) for i in range(result.hang_count)),
+        steps=result.steps,
+        collectives=result.collectives,
+        parks=result.parks,
+        copies=result.copies,
+        fingerprint=result.fingerprint,
+    )

@@ -1,0 +1,6 @@
+"""Expression text: parsed to ir.expr trees, printed back, printed as C++."""
+
+from megadsl.expr.parser import parse
+from megadsl.expr.printer import to_cuda, to_text
+
+__all__ = ["parse", "to_cuda", "to_text"]

@@ -1,0 +1,156 @@
+"""Graph: fused ops between materialised values. Produced by lower/, consumed by lower/ and reference/.
+
+A *value* is an activation that blocks exchange: bf16, (tokens, features). It is rounded to bf16 exactly once, when it is
+materialised; everything inside a fused expression stays fp32. reference/ rounds at the same points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megadsl.ir.expr import Expr
+from megadsl.source import Span
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Features [begin, begin + features) of a value."""
+
+    value: str
+    begin: int
+    features: int
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """A weight as the checkpoint names it; ``{layer}`` in the name when it exists once per layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    per_layer: bool
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An expression over named operands: values (elementwise over features) and vector weights of the same length."""
+
+    expr: Expr
+    args: tuple[tuple[str, ValueRef | WeightRef], ...]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of heads of ``head_dim`` features; ``style`` is "half" (pairs i, i + D/2) or "interleaved"
+    (pairs 2i, 2i + 1). Angles are position * theta ** (-2 i / D)."""
+
+    head_dim: int
+    theta: float
+    style: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a linear that come from one named weight of shape (rows, columns)."""
+
+    name: str
+    weight: WeightRef
+    rows: int
+    rope: Rope | None = None
+
+
+@dataclass(frozen=True)
+class Embed:
+    """value[t, :] = table[token_ids[t], :]"""
+
+    name: str
+    table: WeightRef
+    out: str
+    loop: str | None
+    span: Span
+
+
+@dataclass(frozen=True)
+class Linear:
+    """out = epilogue(parts @ prologue(inputs)).
+
+    prologue: operands all have the matrix's column count; its result is rounded to bf16 (the mma operand).
+    parts: matrices stacked by rows. Without an epilogue the out value is the parts one after the other (each rotated if
+    it has a rope), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of that many
+    features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are the logits:
+    "logits" stores them, "argmax" also writes the smallest index of the largest logit per token.
+    """
+
+    name: str
+    prologue: Fused
+    columns: int
+    parts: tuple[Part, ...]
+    epilogue: Fused | None
+    out: str | None
+    sink: str | None
+    loop: str | None
+    span: Span
+
+    @property
+    def rows(self) -> int:
+        return sum(p.rows for p in self.parts)
+
+    @property
+    def out_features(self) -> int:
+        return self.parts[0].rows if self.epilogue is not None else self.rows
+
+
+@dataclass(frozen=True)
+class Attention:
+    """out[t, h] = softmax(scale * q[t, h] . k) @ v over all cached rows and those new rows j with ancestors[t] bit j.
+
+    Appends this step's k and v to ``cache`` at rows kv_len + t. Query head h reads KV head h // (heads / kv_heads).
+    Probabilities are rounded to bf16 for the second product, the sum of the row is taken in fp32 before rounding.
+    """
+
+    name: str
+    q: ValueRef
+    k: ValueRef
+    v: ValueRef
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None
+    cache: str
+    out: str
+    loop: str | None
+    span: Span
+
+
+Op: TypeAlias = Embed | Linear | Attention
+
+
+@dataclass(frozen=True)
+class Value:
+    """A materialised activation. A loop-carried value has two producers: ``initial`` (before the loop) and ``producer``."""
+
+    name: str
+    features: int
+    producer: str
+    initial: str | None
+    span: Span
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in program order. ``layers`` is the trip count of the one layer loop (0 when the spec has none)."""
+
+    name: str
+    tokens: int
+    layers: int
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    vocab: int
+    span: Span
+
+    def op(self, name: str) -> Op:
+        return next(o for o in self.ops if o.name == name)
+
+    def value(self, name: str) -> Value:
+        return next(v for v in self.values if v.name == name)

@@ -1,0 +1,86 @@
+"""plan.txt: the plan as a person reads it. Stable text: goldens and diffs compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
+
+
+def print_plan(plan: Plan) -> str:
+    """All sections: schedule, exchanges, shared memory, packing, the programs of the roles, sites."""
+    lines: list[str] = []
+    for title, body in _sections(plan):
+        lines.append(f"== {title}")
+        lines.extend(body)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
+    yield "schedule", list(_schedule(plan))
+    yield "exchanges", list(_exchanges(plan))
+    yield f"shared memory ({plan.smem_bytes} bytes)", [
+        f"{a.offset:>7} {a.bytes:>7}  {a.name}{'  (overlay)' if a.overlay else ''}" for a in plan.areas
+    ]
+    yield "stage records", [f"{s.op:<28} {s.bytes:>6} bytes  {s.format}" for s in plan.stages]
+    yield "weights", [
+        f"{r.offset:>12} +{r.layer_stride:<10} {r.bytes:>11} bytes  {r.kind:<6} {r.name}: "
+        + ", ".join(f"{s.weight} ({s.rows} rows, {s.order})" for s in r.sources)
+        for r in plan.packs
+    ]
+    for program in plan.programs:
+        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}", list(_program(program.body))
+    yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]
+    yield "shape", [f"{r.type} {r.name} = {', '.join(map(str, r.words))}" for r in plan.shape]
+
+
+def _schedule(plan: Plan) -> Iterator[str]:
+    s = plan.schedule
+    yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}"
+    for role, ring in s.rings:
+        yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, window {ring.window} bytes"
+    for op in s.ops:
+        p = op.prefetch
+        placement = "smem" if p.smem else "smem once the op has begun"
+        ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
+        splits = f", {op.splits} KV splits" if op.splits > 1 else ""
+        yield f"op {op.op}: loaded by {op.loader}, {placement}{ahead}, {p.hint}, share offset {op.share_offset}{splits}"
+
+
+def _exchanges(plan: Plan) -> Iterator[str]:
+    for e in plan.exchanges:
+        yield (
+            f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
+            f" {e.groups} groups of {e.group_features}, {e.uses} rounds per launch"
+        )
+
+
+def _program(items: tuple[Phase | LayerLoop, ...]) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, LayerLoop):
+            yield f"for layer in {item.trips}:"
+            for phase in item.body:
+                yield from _phase(phase, "  ")
+        else:
+            yield from _phase(item, "")
+
+
+def _phase(phase: Phase, indent: str) -> Iterator[str]:
+    yield f"{indent}{phase.title}  [{phase.span.short}]"
+    for instr in phase.body:
+        yield from _instr(instr, indent + "  ")
+
+
+def _instr(instr: Instr, indent: str) -> Iterator[str]:
+    site = f" site {instr.site}" if instr.site is not None else ""
+    trips = f" x {instr.trips}" if instr.trips != "1" else ""
+    reads = f" reads {_regions(instr.reads)}" if instr.reads else ""
+    writes = f" writes {_regions(instr.writes)}" if instr.writes else ""
+    yield f"{indent}{instr.verb.value} {instr.call}{site}{trips}{reads}{writes}"
+    for inner in instr.body:
+        yield from _instr(inner, indent + "  ")
+
+
+def _regions(regions: tuple[Region, ...]) -> str:
+    return ", ".join(f"{r.space}.{r.name}[{r.index}]" if r.index else f"{r.space}.{r.name}" for r in regions)

@@ -1,0 +1,124 @@
+"""Schedule: every decision about how the graph runs. One record per op and one per edge; all of it is data.
+
+Each knob's metadata says whether changing it keeps results bit-identical or changes rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from megadsl.types import Level
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """16-byte vectors that carry their epoch: 7 bf16 + 16-bit tag, or 4 fp32 with 4 tag bits each. No reset."""
+
+    slots: int = 2
+    level: Level = Level.GPU
+
+
+@dataclass(frozen=True)
+class Sentinel:
+    """Lamport-style: full payload, an empty value (all ones) that producers never write, reset by the writer."""
+
+    slots: int = 4
+    level: Level = Level.GPU
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Plain data, then a release store of one epoch word per producing block; readers acquire."""
+
+    slots: int = 2
+    level: Level = Level.GPU
+
+
+Sync: TypeAlias = Tagged | Sentinel | Flag
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Where an op's weights go before they are needed.
+
+    smem: the ring takes them as early as it has room (else only once the op has begun).
+    l2_bytes: this many bytes of the block's share are prefetched into L2 when the loader reaches ``ahead_of``.
+    hint: cache policy of the stream, "evict_first" | "evict_normal" | "evict_last".
+    """
+
+    smem: bool = True
+    l2_bytes: int = 0
+    ahead_of: str | None = None
+    hint: str = "evict_first"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A shared-memory ring of bulk-copy stages. ``window`` bounds the bytes in flight (issued, not landed)."""
+
+    name: str
+    stages: int
+    stage_bytes: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Role:
+    """A set of warps with one program. kind is "loader" or "consumer"."""
+
+    name: str
+    kind: str
+    warps: int
+
+
+@dataclass(frozen=True)
+class OpSchedule:
+    """Per op. ``loader`` names the role that streams its weights (or KV rows). ``splits``: attention only, parts of the
+    KV range per KV head (rounding-changing). ``share_offset`` rotates which blocks get the larger share of row groups."""
+
+    op: str
+    loader: str
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    splits: int = 1
+    share_offset: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class EdgeSchedule:
+    """Sync of one value between its producer op and all its readers."""
+
+    value: str
+    producer: str
+    sync: Sync
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All decisions for one graph on one machine."""
+
+    arch: str
+    blocks: int
+    roles: tuple[Role, ...]
+    rings: tuple[tuple[str, Ring], ...]  # loader role -> its ring
+    ops: tuple[OpSchedule, ...]
+    edges: tuple[EdgeSchedule, ...]
+    batch: int  # row groups reduced together
+    max_kv: int  # rows each KV cache holds
+
+    def op(self, name: str) -> OpSchedule:
+        return next(o for o in self.ops if o.op == name)
+
+    def edge(self, value: str) -> EdgeSchedule:
+        return next(e for e in self.edges if e.value == value)
+
+    def ring(self, role: str) -> Ring:
+        return dict(self.rings)[role]
+
+    def role(self, name: str) -> Role:
+        return next(r for r in self.roles if r.name == name)
+
+    @property
+    def consumer(self) -> Role:
+        return next(r for r in self.roles if r.kind == "consumer")

@@ -1,0 +1,100 @@
+"""Pass ``exchange``: give every materialised value its buffers, wire format and share of the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.plan import Exchange
+from megadsl.ir.schedule import Schedule, Sync, Tagged
+from megadsl.lower.schedule import largest_share
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.types import Level, ceil_div, round_up
+
+FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
+SENTINEL_EMPTY = 0xFF
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who produces a value's features: groups of ``group_features``, rotated by ``share_offset``."""
+
+    groups: int
+    group_features: int
+    share_offset: int
+
+
+def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
+    """How the producing op shares out the features of its value."""
+    offset = schedule.op(op.name).share_offset
+    if isinstance(op, Linear):
+        folded = op.epilogue is not None and len(op.parts) == 2
+        return Sharing(tiling(op).groups, GROUP_ROWS // 2 if folded else GROUP_ROWS, offset)
+    return Sharing(ceil_div(features, GROUP_ROWS), GROUP_ROWS, offset)
+
+
+def values_per_vector(sync: Sync) -> int:
+    """bf16 values in a 16-byte vector of a wire format; tags take the eighth."""
+    return 7 if isinstance(sync, Tagged) else 8
+
+
+def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ...], int, tuple[tuple[int, int, int], ...]]:
+    """All exchanges, the arena's bytes, and its initial contents as (offset, bytes, byte value) where not zero."""
+    arena = _Arena()
+    found: list[Exchange] = []
+    for value in graph.values:
+        op = graph.op(value.producer)
+        share = sharing(op, value.features, schedule)
+        if value.initial is not None:
+            _same_share(graph.op(value.initial), share, value.features, schedule)
+        sync = schedule.edge(value.name).sync
+        owned = largest_share(share.groups, schedule.blocks, share.share_offset) * share.group_features * graph.tokens
+        vectors = max(1, ceil_div(owned, values_per_vector(sync)))
+        uses = "1" if op.loop is None else ("layers + 1" if value.initial is not None else "layers")
+        found.append(arena.place(value.name, sync, "bf16", schedule.blocks, vectors, share, uses, op))
+    for op in graph.ops:
+        if isinstance(op, Attention):
+            found.append(_parts(arena, op, graph, schedule))
+        if isinstance(op, Linear) and op.sink == "argmax":
+            share = Sharing(schedule.blocks, 1, 0)
+            found.append(arena.place(f"{op.name}.best", Tagged(), "u32", schedule.blocks, graph.tokens, share, "1", op))
+    return tuple(found), arena.bytes, tuple(arena.fills)
+
+
+def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Exchange:
+    """An attention's partial results: fp32 rows of head_dim values and {max, sum} per unit (KV head, split)."""
+    name = f"{op.name}.parts"
+    units = op.kv_heads * schedule.op(op.name).splits
+    rows = op.heads // op.kv_heads * graph.tokens
+    vectors = rows * (op.head_dim // 4 + 1)
+    uses = "1" if op.loop is None else "layers"
+    return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 1, 0), uses, op)
+
+
+def _same_share(initial: Op, share: Sharing, features: int, schedule: Schedule) -> None:
+    """A loop-carried value has one buffer, so its first producer must share it out like its later one."""
+    if not isinstance(initial, Embed):
+        raise AssertionError(f"loop-carried value begins with {initial.name}, which is no embedding")
+    if share.group_features * share.groups < features:
+        raise AssertionError(f"{initial.name} has more features than the loop's last op produces")
+
+
+class _Arena:
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.fills: list[tuple[int, int, int]] = []
+
+    def place(self, name: str, sync: Sync, dtype: str, owners: int, vectors: int, share: Sharing, uses: str, op: Op) -> Exchange:
+        wire = type(sync).__name__
+        offset = self.bytes
+        size = round_up(owners * vectors * 16 * sync.slots, 128)
+        self.bytes += size
+        if wire == "Sentinel":
+            self.fills.append((offset, size, SENTINEL_EMPTY))
+        flags_offset = self.bytes
+        if wire == "Flag":
+            self.bytes += round_up(owners * FLAG_BYTES, 128)
+        return Exchange(
+            name, Level.GPU, sync, wire, dtype, offset, owners, vectors, sync.slots, share.groups, share.group_features,
+            share.share_offset, flags_offset, uses, op.span,
+        )  # fmt: skip

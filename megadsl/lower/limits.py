@@ -1,0 +1,50 @@
+"""What today's kernels can run of a graph; anything else is refused here, with the user's line."""
+
+from __future__ import annotations
+
+from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.ir.graph import Attention, Embed, Graph, Linear
+from megadsl.lower.memory import prologue_values
+from megadsl.lower.packing import vectors
+
+OPERANDS = declare(
+    "MK171",
+    "{op!r} reads {count} activations through one expression; a prologue gathers at most 2",
+    "let one of them come from a linear, so that it is combined in that linear's epilogue",
+)
+PARTS = declare(
+    "MK172", "the expression after {op!r} combines {count} matrices row by row; at most 2 can be folded", "split it into two expressions"
+)
+SPREAD = declare("MK173", "queries, keys and values of {op!r} come from different linears", "compute them in one linear of several weights")
+ROPE_DIMS = declare("MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops")
+CARRIED = declare(
+    "MK175", "the loop-carried value {value!r} begins as the result of {op!r}, which is no embedding", "start the loop from mk.embed(...)"
+)
+OUTER = declare("MK176", "{op!r} is an attention outside mk.layers", "put it inside the layer loop")
+
+
+def check_graph(graph: Graph) -> None:
+    """Every finding at once."""
+    with collecting() as found:
+        for op in graph.ops:
+            if isinstance(op, Linear):
+                _check_linear(op, found)
+            elif isinstance(op, Attention):
+                if len({op.q.value, op.k.value, op.v.value}) > 1:
+                    found.add(SPREAD, op.span, op=op.name)
+                if op.loop is None:
+                    found.add(OUTER, op.span, op=op.name)
+        for value in graph.values:
+            if value.initial is not None and not isinstance(graph.op(value.initial), Embed):
+                found.add(CARRIED, value.span, value=value.name, op=value.initial)
+        kinds = {op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None}
+        if len(kinds) > 1:
+            found.add(ROPE_DIMS, graph.span, count=len(kinds))
+
+
+def _check_linear(op: Linear, found: Collector) -> None:
+    if len(prologue_values(op)) > 2:
+        found.add(OPERANDS, op.span, op=op.name, count=len(prologue_values(op)))
+    if op.epilogue is not None and len(op.parts) > 2:
+        found.add(PARTS, op.span, op=op.name, count=len(op.parts))
+    assert all(ref.shape[0] == op.columns for _, ref in vectors(op))

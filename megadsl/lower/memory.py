@@ -1,0 +1,181 @@
+"""Pass ``memory``: a block's shared memory. Fixed areas, one overlay that the phases take in turn, then the rings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megadsl.diagnostics import declare, error
+from megadsl.ir.expr import reductions
+from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.plan import Area, Exchange
+from megadsl.ir.schedule import Ring, Schedule
+from megadsl.lower.packing import vectors
+from megadsl.lower.schedule import largest_share
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.machine import Machine
+from megadsl.types import KIB, ceil_div, round_up
+
+DOES_NOT_FIT = declare(
+    "MK170",
+    "shared memory: {need} bytes are needed, {arch} gives a block {have}",
+    "use fewer ring stages ({fit} would fit), smaller stages, or fewer tokens",
+)
+
+WARP_THREADS = 32
+CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in column chunks rather than squeezing the ring
+MIN_STAGES = 2
+MERGE_FLOATS = 10
+ABORT_BYTES = 16
+TAPE_ENTRY_BYTES = 56
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Areas by name, resolved rings, the column chunk (in tiles) of each linear, and the total in bytes."""
+
+    areas: tuple[Area, ...]
+    rings: tuple[tuple[str, Ring], ...]
+    chunks: tuple[tuple[str, int], ...]
+    bytes: int
+
+    def offset(self, name: str) -> int:
+        return next(a.offset for a in self.areas if a.name == name)
+
+    def chunk(self, op: str) -> int:
+        return dict(self.chunks)[op]
+
+
+def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
+    """Gathered operands of a prologue, in argument order."""
+    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, ValueRef)]
+
+
+def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
+    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
+    fused: Fused | None = op.epilogue
+    parts = {p.name for p in op.parts}
+    return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]
+
+
+def needs_whole_rows(op: Linear) -> bool:
+    """A prologue with reductions or vector operands must see all columns at once."""
+    return bool(reductions(op.prologue.expr)) or len(op.prologue.args) > len(prologue_values(op))
+
+
+def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...]) -> Memory:
+    """Lay out everything but the rings, then give the rings what is left (or what the user asked for, if it fits)."""
+    chunks = {op.name: _chunk(op, graph) for op in graph.ops if isinstance(op, Linear)}
+    areas: list[Area] = []
+    at = 0
+    for name, size in _fixed(graph, schedule, exchanges, chunks):
+        areas.append(Area(name, at, size))
+        at += round_up(size, 16)
+    overlay = at = round_up(at, 128)
+    for phase in _phases(graph, schedule, chunks):
+        end = overlay
+        for name, size in phase:
+            areas.append(Area(name, end, size, overlay=True))
+            end += round_up(size, 128)
+        at = max(at, end)
+    rings, placed, total = _rings(schedule, machine, areas, at)
+    return Memory(tuple(placed), rings, tuple(chunks.items()), total)
+
+
+def _chunk(op: Linear, graph: Graph) -> int:
+    tiles = tiling(op)
+    if needs_whole_rows(op):
+        return tiles.pieces
+    column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
+    fitting = [n for n in range(1, tiles.pieces + 1) if tiles.pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
+    return max(fitting, default=1)
+
+
+def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], chunks: dict[str, int]) -> Iterator[tuple[str, int]]:
+    tokens, warps = graph.tokens, schedule.consumer.warps
+    yield "abort", ABORT_BYTES
+    yield "gates", 4 * len(graph.ops)
+    for role, ring in schedule.rings:
+        yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
+        yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, schedule, chunks) for op in graph.ops if schedule.op(op.name).loader == role)
+    ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
+    yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
+    linears = [op for op in graph.ops if isinstance(op, Linear)]
+    per_token = max(1, warps // min(tokens, warps))
+    most = max((len(reductions(op.prologue.expr)) for op in linears), default=0)
+    yield "scalars", max(most * tokens * per_token * 4, (warps * WARP_THREADS + tokens) * 8)
+    yield "partials", 2 * schedule.batch * warps * tokens * GROUP_ROWS * 4
+    shares = [largest_share(e.groups, schedule.blocks, e.share_offset) * e.group_features for e in exchanges if e.dtype == "bf16"]
+    yield "staged", max(shares, default=0) * tokens * 2
+    kept = [_own_features(op, schedule) * len(kept_values(op)) for op in linears]
+    yield "kept", max(kept, default=0) * tokens * 2
+
+
+def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
+    """Most tape entries any block needs for an op: its runs, its vectors, a gate and a prefetch."""
+    if isinstance(op, Embed):
+        return 0
+    if isinstance(op, Attention):
+        return 2
+    tiles = tiling(op)
+    groups = largest_share(tiles.groups, schedule.blocks, schedule.op(op.name).share_offset)
+    runs = 1 if chunks[op.name] == tiles.pieces else groups * (tiles.pieces // chunks[op.name])
+    return runs + len(vectors(op)) + 2
+
+
+def _own_features(op: Linear, schedule: Schedule) -> int:
+    per_group = GROUP_ROWS // (len(op.parts) if op.epilogue is not None else 1)
+    return largest_share(tiling(op).groups, schedule.blocks, schedule.op(op.name).share_offset) * per_group
+
+
+def _most_stages(ring: Ring) -> int:
+    """Barriers are few bytes: reserve for the most stages that 227 KB could ever hold when the count is left open."""
+    return ring.stages or ceil_div(256 * KIB, ring.stage_bytes)
+
+
+def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """What each phase keeps in the overlay."""
+    tokens, warps = graph.tokens, schedule.consumer.warps
+    columns = [(op, tiling(op).tile_columns * chunks[op.name]) for op in graph.ops if isinstance(op, Linear)]
+    first = max((c for _, c in columns), default=0) * tokens * 2
+    second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
+    yield [("activations", first), ("second", second)]
+    for op in graph.ops:
+        if not isinstance(op, Attention):
+            continue
+        rows = op.heads // op.kv_heads * tokens
+        part_rows = min(16, rows)
+        yield [
+            (f"{op.name}.queries", round_up(rows, 16) * op.head_dim * 2),
+            (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
+            (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
+        ]
+        groups = op.heads * op.head_dim // GROUP_ROWS
+        items = largest_share(groups, schedule.blocks, schedule.op(op.name).share_offset) * tokens
+        yield [(f"{op.name}.merge", items * schedule.op(op.name).splits * MERGE_FLOATS * 4)]
+
+
+def _rings(
+    schedule: Schedule, machine: Machine, areas: list[Area], used: int
+) -> tuple[tuple[tuple[str, Ring], ...], list[Area], int]:
+    """Rings the user sized come first; one ring may be left open and takes all the rest."""
+    at = round_up(used, 128)
+    sized = {role: ring for role, ring in schedule.rings if ring.stages}
+    left = machine.smem_per_block - at - sum(r.stages * r.stage_bytes for r in sized.values())
+    open_rings = [(role, ring) for role, ring in schedule.rings if not ring.stages]
+    rings: list[tuple[str, Ring]] = []
+    placed = list(areas)
+    for role, ring in schedule.rings:
+        stages = ring.stages or max(0, left) // len(open_rings) // ring.stage_bytes
+        rings.append((role, replace(ring, stages=stages)))
+        placed.append(Area(f"ring.{role}", at, stages * ring.stage_bytes))
+        at += stages * ring.stage_bytes
+    short = any(r.stages < MIN_STAGES for role, r in rings if role not in sized)
+    if at > machine.smem_per_block or short:
+        need = at + (MIN_STAGES * max(r.stage_bytes for _, r in rings) if short else 0)
+        ring_bytes = sum(r.stages * r.stage_bytes for r in sized.values())
+        stage = max(r.stage_bytes for _, r in rings)
+        fit = max(0, (machine.smem_per_block - (at - ring_bytes)) // stage)
+        table = "\n".join(f"    {a.name:<24} {a.bytes:>8} bytes{' (overlay)' if a.overlay else ''}" for a in placed)
+        raise error(DOES_NOT_FIT, detail=table, need=need, arch=machine.arch, have=machine.smem_per_block, fit=fit)
+    return tuple(rings), placed, at

@@ -1,0 +1,90 @@
+"""Pass ``pack``: where each weight lies in the packed arena, and in which row order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope, WeightRef
+from megadsl.ir.plan import PackRecord, PackSource
+from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
+from megadsl.types import round_up
+
+ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart
+OFFSET_UNIT = 16  # device offsets count 16-byte units, so that 32 bits reach 32 GB
+
+
+@dataclass
+class Packed:
+    """All records, by (op name, weight name), and the arena's size in bytes."""
+
+    records: list[PackRecord] = field(default_factory=list)
+    bytes: int = 0
+
+    def find(self, name: str) -> PackRecord:
+        return next(r for r in self.records if r.name == name)
+
+
+def vector_name(op: Linear, arg: str) -> str:
+    """Pack record name of a vector operand of a prologue."""
+    return f"{op.name}.{arg}"
+
+
+def vectors(op: Linear) -> list[tuple[str, WeightRef]]:
+    """Vector weights of the prologue, in argument order: the order the loader streams them."""
+    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
+
+
+def plan_packing(graph: Graph) -> Packed:
+    """Tables and out-of-loop weights first, then one stretch per layer with everything a layer reads, in reading order."""
+    packed = Packed()
+    for op in graph.ops:
+        if op.loop is None:
+            for record in _records(op):
+                packed.records.append(_placed(record, packed.bytes, 0))
+                packed.bytes += round_up(record.bytes, ALIGN)
+    layer = [record for op in graph.ops if op.loop is not None for record in _records(op)]
+    stride = sum(round_up(record.bytes, ALIGN) for record in layer)
+    at = packed.bytes
+    for record in layer:
+        packed.records.append(_placed(record, at, stride))
+        at += round_up(record.bytes, ALIGN)
+    packed.bytes += stride * graph.layers
+    return packed
+
+
+def _placed(record: PackRecord, offset: int, stride: int) -> PackRecord:
+    return PackRecord(**{**vars(record), "offset": offset, "layer_stride": stride if record.per_layer else 0})
+
+
+def _records(op: Op) -> list[PackRecord]:
+    if isinstance(op, Embed):
+        rows, columns = op.table.shape
+        return [_record(op.name, "table", [PackSource(op.table.name, rows, "natural", 0)], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
+    if not isinstance(op, Linear):
+        return []
+    found = []
+    for arg, ref in vectors(op):
+        length = round_up(op.columns, PANEL)
+        source = PackSource(ref.name, ref.shape[0], "natural", 0)
+        found.append(_record(vector_name(op, arg), "vector", [source], ref.per_layer, 1, op.columns, length, length, length * 2))
+    tiles = tiling(op)
+    sources = [PackSource(p.weight.name, p.rows, *_order(p)) for p in op.parts]
+    matrix = _record(
+        op.name, "matrix", sources, op.parts[0].weight.per_layer, tiles.groups * GROUP_ROWS, op.columns, tiles.columns_padded,
+        tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1,
+    )  # fmt: skip
+    return [*found, matrix]
+
+
+def _order(part: Part) -> tuple[str, int]:
+    rope: Rope | None = part.rope
+    if rope is None:
+        return "natural", 0
+    return ("pairs_half" if rope.style == "half" else "natural"), rope.head_dim
+
+
+def _record(
+    name: str, kind: str, sources: list[PackSource], per_layer: bool, rows: int, columns: int, padded: int, tile_columns: int, size: int,
+    interleave: bool = False,
+) -> PackRecord:  # fmt: skip
+    return PackRecord(name, kind, 0, 0, per_layer, tuple(sources), interleave, rows, columns, padded or columns, tile_columns, size)

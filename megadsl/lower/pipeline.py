@@ -1,0 +1,178 @@
+"""Lowering as one straight list of named passes: spec -> graph -> schedule -> plan. Each states what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from megadsl.dsl.apply import apply
+from megadsl.dsl.overrides import Overrides
+from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
+from megadsl.ir.schedule import Schedule
+from megadsl.ir.spec import Spec
+from megadsl.ir.verify_graph import verify_graph
+from megadsl.lower.exchanges import plan_exchanges
+from megadsl.lower.fuse import fuse
+from megadsl.lower.infer import infer
+from megadsl.lower.limits import check_graph
+from megadsl.lower.memory import Memory, plan_memory
+from megadsl.lower.packing import Packed, plan_packing, vectors
+from megadsl.lower.programs import Builder, build_programs
+from megadsl.lower.schedule import balance, default_schedule, verify_schedule
+from megadsl.lower.shape import build_shape, kv_bytes
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.lower.verify_plan import verify_plan
+from megadsl.machine import Machine
+
+CONTROL_BYTES = 512
+WARP_THREADS = 32
+
+
+@dataclass
+class Lowering:
+    """The state between passes. A pass reads what earlier ones set and sets its own part, once."""
+
+    spec: Spec
+    machine: Machine
+    blocks: int | None
+    max_kv: int
+    overrides: Overrides | None
+    graph: Graph = field(init=False)
+    schedule: Schedule = field(init=False)
+    exchanges: tuple[Exchange, ...] = field(init=False)
+    exchange_bytes: int = field(init=False)
+    exchange_fills: tuple[tuple[int, int, int], ...] = field(init=False)
+    packed: Packed = field(init=False)
+    memory: Memory = field(init=False)
+    programs: tuple[Program, ...] = field(init=False)
+    builder: Builder = field(init=False)
+    shape: tuple[Record, ...] = field(init=False)
+    plan: Plan = field(init=False)
+
+
+def _fuse(state: Lowering) -> None:
+    infer(state.spec)
+    state.graph = fuse(state.spec)
+    verify_graph(state.graph)
+    check_graph(state.graph)
+
+
+def _schedule(state: Lowering) -> None:
+    schedule = default_schedule(state.graph, state.machine, blocks=state.blocks, max_kv=state.max_kv)
+    if state.overrides is not None:
+        schedule = apply(schedule, state.graph, state.overrides)
+    verify_schedule(state.graph, schedule, state.machine)
+    state.schedule = balance(state.graph, schedule)
+
+
+def _exchange(state: Lowering) -> None:
+    state.exchanges, state.exchange_bytes, state.exchange_fills = plan_exchanges(state.graph, state.schedule)
+
+
+def _pack(state: Lowering) -> None:
+    state.packed = plan_packing(state.graph)
+
+
+def _memory(state: Lowering) -> None:
+    state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges)
+    state.schedule = replace(state.schedule, rings=state.memory.rings)
+
+
+def _program(state: Lowering) -> None:
+    state.builder = Builder(state.graph, state.schedule, state.exchanges)
+    state.programs = build_programs(state.builder)
+
+
+def _shape(state: Lowering) -> None:
+    stamps = len(state.builder.stamps)
+    state.shape = build_shape(state.graph, state.schedule, state.exchanges, state.packed, state.memory, stamps)
+
+
+def _plan(state: Lowering) -> None:
+    graph, schedule = state.graph, state.schedule
+    attentions = [op for op in graph.ops if isinstance(op, Attention)]
+    ropes = [op.rope.head_dim for op in attentions if op.rope is not None]
+    warps = sum(r.warps for r in schedule.roles)
+    state.plan = Plan(
+        graph=graph,
+        schedule=schedule,
+        tunables=Tunables(
+            tokens=graph.tokens,
+            batch=schedule.batch,
+            consumer_warps=schedule.consumer.warps,
+            threads=warps * WARP_THREADS,
+            head_dim=max((op.head_dim for op in attentions), default=0),
+            rope_dim=max(ropes, default=0),
+        ),
+        programs=state.programs,
+        sites=tuple(state.builder.sites),
+        stamps=tuple(state.builder.stamps),
+        exchanges=state.exchanges,
+        areas=state.memory.areas,
+        stages=tuple(_stage_records(graph)),
+        packs=tuple(state.packed.records),
+        shape=state.shape,
+        buffers={
+            "control": CONTROL_BYTES,
+            "weights": state.packed.bytes,
+            "kv": kv_bytes(graph, schedule.max_kv),
+            "exchange": state.exchange_bytes,
+            "logits": graph.tokens * graph.vocab * 4,
+            "rope": schedule.max_kv * max(ropes, default=0) // 2 * 8,
+            "stamps": schedule.blocks * len(state.builder.stamps) * max(1, graph.layers) * 8,
+        },
+        smem_bytes=state.memory.bytes,
+    )
+    verify_plan(state.plan)
+
+
+def _stage_records(graph: Graph) -> list[StageRecord]:
+    found = []
+    for op in graph.ops:
+        if isinstance(op, Linear):
+            tiles = tiling(op)
+            found.append(StageRecord(op.name, tiles.tile_bytes, f"bf16 tile {GROUP_ROWS}x{tiles.tile_columns}"))
+            found.extend(StageRecord(f"{op.name}.{arg}", 2 * op.columns, "bf16 vector") for arg, _ in vectors(op))
+        elif isinstance(op, Attention):
+            found.append(StageRecord(op.name, 64 * op.head_dim, "bf16 KV rows, 16 to a chunk"))
+    return found
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step: its name, what holds after it, and why it stands where it does."""
+
+    name: str
+    contract: str
+    run: Callable[[Lowering], None]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("fuse", "every node is in exactly one fused op; only values cross ops (first: all else speaks of ops)", _fuse),
+    Pass("schedule", "every op and edge has a record the machine can run (before anything depends on the split)", _schedule),
+    Pass("exchange", "every value has buffers, slots and an owner for each feature (needs the split)", _exchange),
+    Pass("pack", "every weight has one place in the arena (independent of the schedule)", _pack),
+    Pass("memory", "no two live areas of shared memory overlap and the rings fit (needs the shares' sizes)", _memory),
+    Pass("program", "every role has its program; every wait and signal has a site (needs rings and exchanges)", _program),
+    Pass("shape", "every offset and size is data, in the headers' field order (needs all offsets)", _shape),
+    Pass("plan", "one frozen plan that verify_plan accepts", _plan),
+)
+
+
+def lower(
+    spec: Spec,
+    machine: Machine,
+    *,
+    blocks: int | None = None,
+    max_kv: int = 2048,
+    overrides: Overrides | None = None,
+    between: Callable[[str, Lowering], None] | None = None,
+) -> Lowering:
+    """Run all passes. ``between(pass name, state)`` is called after each: print, check or time there."""
+    state = Lowering(spec, machine, blocks, max_kv, overrides)
+    for step in PASSES:
+        step.run(state)
+        if between is not None:
+            between(step.name, state)
+    return state

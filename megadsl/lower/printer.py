@@ -1,0 +1,99 @@
+"""Specs and graphs as stable text: for plan.txt, goldens and reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megadsl.expr import to_text
+from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
+from megadsl.ir.spec import Node, Spec, Tensor
+from megadsl.ops.base import shape_text
+
+INDENT = "  "
+
+
+def print_spec(spec: Spec) -> str:
+    """One line per weight, cache, node and loop variable, in program order; ends with a newline. File names without folders."""
+    lines = [f"spec {spec.name} tokens={spec.tokens}  # {spec.span.short}"]
+    produced = {name for node in spec.nodes for name in node.outputs} | {c.body_in for loop in spec.loops for c in loop.carried}
+    lines += [f"{INDENT}{_tensor(t)}" for t in spec.tensors.values() if t.name not in produced]
+    in_loop = False
+    for node in spec.nodes:
+        if node.loop and not in_loop:
+            lines += _loop_header(spec)
+        in_loop = node.loop is not None
+        lines.append(f"{INDENT * (2 if in_loop else 1)}{_node(node, spec)}")
+    lines.append(f"{INDENT}return {', '.join(spec.outputs)}")
+    return "\n".join(lines) + "\n"
+
+
+def _loop_header(spec: Spec) -> Iterator[str]:
+    for loop in spec.loops:
+        yield f"{INDENT}loop {loop.name} x {loop.count}  # {loop.span.short}"
+        for c in loop.carried:
+            yield f"{INDENT * 2}carry {c.variable}: {c.body_in} = {c.initial}, then {c.body_out}"
+
+
+def _tensor(t: Tensor) -> str:
+    layer = " per layer" if t.per_layer else ""
+    return f"{t.lifetime.value} {t.name} {t.dtype.value}{shape_text(t.shape)}{layer}  # {t.span.short}"
+
+
+def _node(node: Node, spec: Spec) -> str:
+    outputs = ", ".join(f"{name}{shape_text(spec.tensors[name].shape)}" for name in node.outputs)
+    attrs = {k: v for k, v in node.attrs.items() if k not in ("expr", "args")}
+    words = "".join(f" {k}={v}" for k, v in sorted(attrs.items()))
+    if node.op == "map":
+        bound = ", ".join(f"{arg}={name}" for arg, name in zip(node.attrs["args"], node.inputs, strict=True))
+        return f"{outputs} = map {node.name} {to_text(node.attrs['expr'])} where {bound}  # {node.span.short}"
+    return f"{outputs} = {node.op} {node.name}({', '.join(node.inputs)}){words}  # {node.span.short}"
+
+
+def print_graph(graph: Graph) -> str:
+    """Values, then ops in program order with their operands; ends with a newline. File names without folders."""
+    lines = [f"graph {graph.name} tokens={graph.tokens} layers={graph.layers} vocab={graph.vocab}  # {graph.span.short}"]
+    for v in graph.values:
+        first = f"{v.initial}, then " if v.initial else ""
+        lines.append(f"{INDENT}value {v.name} [{v.features}] from {first}{v.producer}")
+    in_loop = False
+    for op in graph.ops:
+        if op.loop and not in_loop:
+            lines.append(f"{INDENT}loop {op.loop} x {graph.layers}")
+        in_loop = op.loop is not None
+        depth = 2 if in_loop else 1
+        head, *rest = _op(op)
+        lines.append(f"{INDENT * depth}{head}  # {op.span.short}")
+        lines += [f"{INDENT * (depth + 1)}{line}" for line in rest]
+    return "\n".join(lines) + "\n"
+
+
+def _op(op: Op) -> Iterator[str]:
+    match op:
+        case Embed():
+            yield f"embed {op.name} -> {op.out}"
+            yield f"table {_ref(op.table)}"
+        case Linear():
+            yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
+            yield f"prologue {_fused(op.prologue)}"
+            for part in op.parts:
+                yield f"part {part.name} {_ref(part.weight)}{_rope(part.rope)}"
+            if op.epilogue is not None:
+                yield f"epilogue {_fused(op.epilogue)}"
+        case Attention():
+            yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
+            yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
+
+
+def _fused(fused: Fused) -> str:
+    bound = ", ".join(f"{name} = {_ref(ref)}" for name, ref in fused.args)
+    return f"{to_text(fused.expr)} where {bound}"
+
+
+def _ref(ref: ValueRef | WeightRef) -> str:
+    if isinstance(ref, ValueRef):
+        return f"{ref.value}[{ref.begin}:{ref.begin + ref.features}]"
+    return f"{ref.name} {shape_text(ref.shape)}"
+
+
+def _rope(rope: Rope | None) -> str:
+    return f" rope {rope.style} head_dim={rope.head_dim} theta={rope.theta:g}" if rope else ""

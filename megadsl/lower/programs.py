@@ -1,0 +1,274 @@
+"""Pass ``program``: the instructions of every role, with their sites, regions and trip counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from megadsl.ir.expr import reductions
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
+from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
+from megadsl.ir.schedule import Schedule
+from megadsl.lower.memory import kept_values, prologue_values
+from megadsl.lower.packing import vector_name, vectors
+from megadsl.source import Span
+from megadsl.types import Level
+
+
+@dataclass
+class Builder:
+    """Numbers sites and stamps while the programs are built, in program order: ids are stable for a given plan."""
+
+    graph: Graph
+    schedule: Schedule
+    exchanges: tuple[Exchange, ...]
+    sites: list[Site] = field(default_factory=list)
+    stamps: list[str] = field(default_factory=list)
+
+    def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
+        self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
+        return len(self.sites) - 1
+
+    def stamp(self, op: str, what: str, span: Span) -> Instr:
+        self.stamps.append(f"{op}.{what}")
+        return Instr(Verb.STAMP, "stamp", op, span, args={"index": len(self.stamps) - 1})
+
+    def exchange(self, name: str) -> Exchange:
+        return next(e for e in self.exchanges if e.name == name)
+
+    def position(self, op: str) -> int:
+        return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
+
+    def gated(self, op: Op) -> bool:
+        return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
+
+
+def sequence(builder: Builder, value: str, reader: str, *, publishing: bool = False) -> str:
+    """The value's round, as an expression over ``epoch``, ``layers`` and ``layer``, where ``reader`` reads or writes it.
+
+    Rounds of one value are consecutive from launch to launch, so slots alternate without gaps.
+    """
+    graph = builder.graph
+    found = next((v for v in graph.values if v.name == value), None)
+    producer = graph.op(found.producer if found else value.rsplit(".", 1)[0])
+    if producer.loop is None:
+        return "epoch"
+    inside = graph.op(reader).loop is not None
+    if found is None or found.initial is None:
+        return "epoch * layers + layer" if inside else "epoch * layers + layers - 1"
+    base = "epoch * (layers + 1)"
+    if not inside:
+        return base if builder.position(reader) < builder.position(producer.name) else f"{base} + layers"
+    after = publishing or builder.position(reader) > builder.position(producer.name)
+    return f"{base} + layer + 1" if after else f"{base} + layer"
+
+
+def build_programs(builder: Builder) -> tuple[Program, ...]:
+    """One program per role; loaders come first, as their warps do."""
+    programs: list[Program] = []
+    warp = 0
+    for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
+        phase: Callable[[Op], Iterator[Phase]]
+        if role.kind == "loader":
+            body = _in_loops(builder, lambda op, name=role.name: _load_phases(builder, op, name))  # type: ignore[misc]
+        else:
+            body = _in_loops(builder, lambda op, name=role.name: _consume_phases(builder, op, name))  # type: ignore[misc]
+        programs.append(Program(role.name, role.kind, warp, role.warps, body))
+        warp += role.warps
+    return tuple(programs)
+
+
+def _in_loops(builder: Builder, phases: Callable[[Op], Iterator[Phase]]) -> tuple[Item, ...]:
+    items: list[Item] = []
+    inside: list[Phase] = []
+    for op in builder.graph.ops:
+        found = list(phases(op))
+        if op.loop is not None:
+            inside.extend(found)
+            continue
+        if inside:
+            items.append(LayerLoop("layers", tuple(inside)))
+            inside = []
+        items.extend(found)
+    if inside:
+        items.append(LayerLoop("layers", tuple(inside)))
+    return tuple(items)
+
+
+def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
+    body: list[Instr] = []
+    for other in builder.graph.ops:
+        how = builder.schedule.op(other.name)
+        if isinstance(other, Linear) and how.prefetch.l2_bytes and how.loader == role and (how.prefetch.ahead_of or other.name) == op.name:
+            weights = Region("weights", other.name, Level.GPU)
+            body.append(Instr(Verb.PREFETCH, "prefetch_l2", other.name, other.span, reads=(weights,)))
+    if not isinstance(op, Embed) and builder.schedule.op(op.name).loader == role:
+        body.extend(_loads(builder, op, role))
+    if body:
+        yield Phase(op.name, _title(op), op.span, tuple(body))
+
+
+def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Instr]:
+    hint = builder.schedule.op(op.name).prefetch.hint
+    if builder.gated(op):
+        site = builder.site(role, op.name, "gate", "the layer whose op the consumers have begun, plus 1", op.span)
+        yield Instr(Verb.WAIT, "pass_gate", op.name, op.span, site, reads=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
+    site = builder.site(role, op.name, "ring.empty", "parity of the slot's round before", op.span)
+    ring = Region("ring", role, Level.BLOCK)
+    if isinstance(op, Attention):
+        rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
+        yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
+        return
+    for arg, _ in vectors(op):
+        weights = Region("weights", vector_name(op, arg), Level.GPU)
+        yield Instr(Verb.LOAD, "load_vector", op.name, op.span, site, (weights,), (ring,), args={"record": vector_name(op, arg), "hint": hint})
+    weights = Region("weights", op.name, Level.GPU)
+    yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
+
+
+def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
+    match op:
+        case Embed():
+            yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
+        case Linear():
+            yield Phase(op.name, _title(op), op.span, tuple(_linear(builder, op, role)))
+        case Attention():
+            yield Phase(op.name, _title(op), op.span, tuple(_attention(builder, op, role)))
+            yield Phase(op.name, f"{op.name}: add the splits", op.span, tuple(_merge(builder, op, role)))
+
+
+def _title(op: Op) -> str:
+    match op:
+        case Embed():
+            return f"{op.name}: rows of the table"
+        case Linear():
+            return f"{op.name}: {op.rows} x {op.columns}"
+        case Attention():
+            return f"{op.name}: {op.heads} heads of {op.head_dim} over {op.kv_heads} KV heads"
+
+
+def _staged() -> Region:
+    return Region("smem", "staged", Level.BLOCK)
+
+
+def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
+    exchange = builder.exchange(value)
+    site = builder.site(role, op.name, "publish", "", op.span)
+    round_ = sequence(builder, value, op.name, publishing=True)
+    args = {"value": value, "wire": exchange.wire, "round": round_, "groups": exchange.groups, "features": exchange.group_features}
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (Region("exchange", value, exchange.level, round_),), args=args)
+
+
+def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
+    reads = (Region("weights", op.name, Level.GPU), Region("control", "token_ids", Level.GPU))
+    yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),))
+    yield _publish(builder, op, role, op.out)
+    yield builder.stamp(op.name, "end", op.span)
+
+
+def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:
+    exchange = builder.exchange(ref.value)
+    round_ = sequence(builder, ref.value, op.name)
+    site = builder.site(role, op.name, "exchange", f"tag of {ref.value} in round {round_}", op.span)
+    region = Region("exchange", ref.value, exchange.level, round_)
+    found = {"value": ref.value, "wire": exchange.wire, "round": round_, "begin": ref.begin, "features": ref.features, "into": into, **args}
+    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (Region("smem", into, Level.BLOCK),), args=found)
+
+
+def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+    if builder.gated(op):
+        yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
+    for index, (name, ref) in enumerate(kept_values(op)):
+        yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index)
+    ring_role = builder.schedule.op(op.name).loader
+    ring = Region("ring", ring_role, Level.BLOCK)
+    prologue = tuple(_prologue(builder, op, role, ring_role))
+    site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+    rotated = [p for p in op.parts if p.rope is not None]
+    yield Instr(
+        Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (_staged(),),
+        "own_groups * pieces", prologue, {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
+    )  # fmt: skip
+    if op.out is not None:
+        yield _publish(builder, op, role, op.out)
+    if op.sink == "argmax":
+        yield _argmax(builder, op, role)
+    yield builder.stamp(op.name, "end", op.span)
+
+
+def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
+    buffers = ("activations", "second")
+    for index, (name, ref) in enumerate(prologue_values(op)):
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name)
+    for index, (arg, _) in enumerate(vectors(op)):
+        site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+        ring = Region("ring", ring_role, Level.BLOCK)
+        yield Instr(Verb.WAIT, "wait_vector", op.name, op.span, site, (ring,), args={"arg": arg, "ahead": index, "ring": ring_role})
+    rows = Region("smem", "activations", Level.BLOCK)
+    found = reductions(op.prologue.expr)
+    for index, reduce in enumerate(found):
+        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+        scalars = Region("smem", "scalars", Level.BLOCK)
+        yield Instr(Verb.COMPUTE, "reduce", op.name, op.span, None, (rows,), (scalars,), args={"reduce": reduce, "index": index, "linear": op})
+    if len(op.prologue.args) > 1 or found or not _is_plain(op):
+        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+        yield Instr(Verb.COMPUTE, "apply", op.name, op.span, None, (rows,), (rows,), args={"linear": op, "reductions": found})
+    for _ in vectors(op):
+        yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
+    yield builder.stamp(op.name, "ready", op.span)
+
+
+def _is_plain(op: Linear) -> bool:
+    from_value = op.prologue.args[0][0]
+    return getattr(op.prologue.expr, "name", None) == from_value
+
+
+def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
+    best = f"{op.name}.best"
+    site = builder.site(role, op.name, "exchange", "round of the best candidates", op.span)
+    region = Region("exchange", best, Level.GPU, "epoch")
+    control = Region("control", "next_ids", Level.GPU)
+    return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), args={"value": best, "round": "epoch"})
+
+
+def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
+    if builder.gated(op):
+        yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
+    ring_role = builder.schedule.op(op.name).loader
+    parts = builder.exchange(f"{op.name}.parts")
+    qkv = builder.exchange(op.q.value)
+    gather = builder.site(role, op.name, "exchange", f"tag of {op.q.value}", op.span)
+    full = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK))
+    writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
+    args = {
+        "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
+        "parts_wire": parts.wire, "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+    }  # fmt: skip
+    yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", args=args)
+    yield builder.stamp(op.name, "parts", op.span)
+
+
+def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
+    parts = builder.exchange(f"{op.name}.parts")
+    round_ = sequence(builder, parts.name, op.name)
+    site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
+    region = Region("exchange", parts.name, parts.level, round_)
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_}
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), args=args)
+    yield _publish(builder, op, role, op.out)
+    yield builder.stamp(op.name, "end", op.span)
+
+
+def instructions(items: Iterable[Item]) -> Iterator[Instr]:
+    """Every instruction of a program, nested ones after the one they belong to."""
+
+    def walk(instr: Instr) -> Iterator[Instr]:
+        yield instr
+        for inner in instr.body:
+            yield from walk(inner)
+
+    for item in items:
+        for phase in item.body if isinstance(item, LayerLoop) else (item,):
+            for instr in phase.body:
+                yield from walk(instr)

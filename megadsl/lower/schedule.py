@@ -1,0 +1,196 @@
+"""Pass ``schedule``: a complete Schedule for a graph on a machine. The user's overrides are applied on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
+from megadsl.lower.tiling import tile_bytes, tiling
+from megadsl.machine import MACHINES, Machine
+from megadsl.types import KIB, ceil_div
+
+LOADER = "loader"
+CONSUMER = "consumer"
+WARP_THREADS = 32
+CONSUMER_WARPS = 8
+STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
+WINDOW_BYTES = 64 * KIB  # 48-64 KB in flight saturate HBM; more only delays critical-path loads
+MAX_SPLITS = 16
+BATCH = 4
+
+TOO_MANY_WARPS = declare(
+    "MK161", "the schedule asks for {warps} warps, {arch} has room for {limit} per block", "use fewer consumer or loader warps"
+)
+REGISTERS = declare(
+    "MK162",
+    "{warps} warps leave {registers} registers per thread; the consumer role needs at least {need}",
+    "use fewer warps",
+)
+BAD_BLOCKS = declare(
+    "MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks"
+)
+BAD_STAGE = declare(
+    "MK164",
+    "ring {ring!r} has stages of {stage} bytes, but {what} needs {need}",
+    "use stage_bytes of at least {need}, a multiple of 128",
+)
+BAD_SLOTS = declare(
+    "MK165", "{kind} on {value!r} has {slots} slots", "use a power of two that is at least {least}"
+)
+BAD_COUNT = declare("MK166", "{what} is {value}", "choose a value from {low} to {high}")
+LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}")
+BAD_HINT = declare("MK168", "unknown cache hint {hint!r} for {op!r}", "use evict_first, evict_normal or evict_last")
+BARRIERS = declare(
+    "MK169", "ring {ring!r} has {stages} stages, which is more than the {limit} a ring may have", "use at most {limit} stages"
+)
+
+HINTS = ("evict_first", "evict_normal", "evict_last")
+MIN_REGISTERS = 128
+MAX_STAGES = 64
+
+
+def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
+    """What the machine model suggests. ``blocks`` defaults to one per SM; ring stages of 0 mean "as many as fit"."""
+    count = blocks if blocks is not None else machine.sms
+    ops = tuple(_default_op(op, count) for op in graph.ops)
+    edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
+    parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in graph.ops if isinstance(op, Attention))
+    return Schedule(
+        arch=machine.arch,
+        blocks=count,
+        roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", CONSUMER_WARPS)),
+        rings=((LOADER, Ring("weights", 0, STAGE_BYTES, WINDOW_BYTES)),),
+        ops=ops,
+        edges=edges + parts,
+        batch=BATCH,
+        max_kv=max_kv,
+    )
+
+
+def _default_op(op: object, blocks: int) -> OpSchedule:
+    name = getattr(op, "name")
+    if isinstance(op, Attention):
+        return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
+    return OpSchedule(name, LOADER)
+
+
+def balance(graph: Graph, schedule: Schedule) -> Schedule:
+    """Choose each linear's ``share_offset`` so that the blocks' cumulative bytes stay level from op to op.
+
+    Splitting n row groups over B blocks leaves some with one group more; rotating who that is keeps every block within
+    about one row group of the mean at each meeting. Greedy over ops in program order; ops the user set are kept.
+    """
+    blocks = schedule.blocks
+    load = [0] * blocks
+    ops = {o.op: o for o in schedule.ops}
+    for op in graph.ops:
+        if not isinstance(op, Linear):
+            continue
+        tiles = tiling(op)
+        chosen = ops[op.name]
+        if chosen.share_offset == 0:
+            offsets = range(blocks) if tiles.groups % blocks else range(1)
+            best = min(offsets, key=lambda o: _peak(load, tiles.groups, o, tiles.group_bytes))
+            ops[op.name] = chosen = replace(chosen, share_offset=best)
+        load = _added(load, tiles.groups, chosen.share_offset, tiles.group_bytes)
+    return replace(schedule, ops=tuple(ops[o.op] for o in schedule.ops))
+
+
+def share_begin(n: int, parts: int, offset: int, i: int) -> int:
+    """First of ``n`` items owned by part ``i``; the device code's mk::share_begin."""
+    return (n * i + offset) // parts
+
+
+def largest_share(n: int, parts: int, offset: int) -> int:
+    """Most items any part owns."""
+    return max(share_begin(n, parts, offset, i + 1) - share_begin(n, parts, offset, i) for i in range(parts))
+
+
+def _added(load: list[int], groups: int, offset: int, group_bytes: int) -> list[int]:
+    blocks = len(load)
+    return [
+        have + (share_begin(groups, blocks, offset, i + 1) - share_begin(groups, blocks, offset, i)) * group_bytes
+        for i, have in enumerate(load)
+    ]
+
+
+def _peak(load: list[int], groups: int, offset: int, group_bytes: int) -> int:
+    return max(_added(load, groups, offset, group_bytes))
+
+
+def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine) -> None:
+    """Refuse what the machine or the kernel cannot do; every finding at once."""
+    with collecting() as found:
+        _check_warps(schedule, machine, graph, found)
+        _check_rings(graph, schedule, machine, found)
+        _check_edges(schedule, graph, found)
+        for op in schedule.ops:
+            if op.prefetch.hint not in HINTS:
+                found.add(BAD_HINT, graph.op(op.op).span, hint=op.prefetch.hint, op=op.op)
+            if op.prefetch.l2_bytes and "l2_bulk_prefetch" not in machine.features:
+                found.add(LACKS, graph.op(op.op).span, what="l2 prefetch", feature="l2_bulk_prefetch", arch=machine.arch, having=_having("l2_bulk_prefetch"))
+            if not 0 <= op.share_offset < schedule.blocks:
+                found.add(BAD_COUNT, graph.op(op.op).span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=schedule.blocks - 1)
+            if not 1 <= op.splits <= schedule.blocks:
+                found.add(BAD_COUNT, graph.op(op.op).span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=schedule.blocks)
+
+
+def _having(feature: str) -> str:
+    return ", ".join(sorted(arch for arch, m in MACHINES.items() if feature in m.features)) or "none yet"
+
+
+def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, found: Collector) -> None:
+    warps = sum(r.warps for r in schedule.roles)
+    if warps > machine.max_warps_per_block:
+        found.add(TOO_MANY_WARPS, graph.span, warps=warps, arch=machine.arch, limit=machine.max_warps_per_block)
+    else:
+        registers = machine.registers_per_sm // (warps * WARP_THREADS)
+        if registers < MIN_REGISTERS:
+            found.add(REGISTERS, graph.span, warps=warps, registers=registers, need=MIN_REGISTERS)
+    if not 1 <= schedule.blocks <= machine.sms:
+        found.add(BAD_BLOCKS, graph.span, blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
+    need = ceil_div(4 * graph.tokens, WARP_THREADS)  # one thread per (token, row pair) of a group
+    if schedule.consumer.warps < need:
+        found.add(BAD_COUNT, graph.span, what="the number of consumer warps", value=schedule.consumer.warps, low=need, high=machine.max_warps_per_block - 1)
+    if not 1 <= schedule.batch <= 32:
+        found.add(BAD_COUNT, graph.span, what="batch", value=schedule.batch, low=1, high=32)
+    if schedule.max_kv < graph.tokens:
+        found.add(BAD_COUNT, graph.span, what="max_kv", value=schedule.max_kv, low=graph.tokens, high=1 << 24)
+
+
+def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, found: Collector) -> None:
+    for feature in ("bulk_copy", "mbarrier"):
+        if feature not in machine.features:
+            found.add(LACKS, graph.span, what="the ring", feature=feature, arch=machine.arch, having=_having(feature))
+    for role, ring in schedule.rings:
+        if ring.stages > MAX_STAGES:
+            found.add(BARRIERS, graph.span, ring=ring.name, stages=ring.stages, limit=MAX_STAGES)
+        for what, need in _stage_needs(graph, schedule, role):
+            if ring.stage_bytes < need or ring.stage_bytes % 128:
+                found.add(BAD_STAGE, graph.span, ring=ring.name, stage=ring.stage_bytes, what=what, need=need)
+
+
+def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str, int]]:
+    """What the ops that load through this role's ring put into one stage at least."""
+    needs: list[tuple[str, int]] = []
+    for op in graph.ops:
+        if schedule.op(op.name).loader != role:
+            continue
+        if isinstance(op, Linear):
+            needs.append((f"a weight tile of {op.name}", tile_bytes(op)))
+            needs.extend((f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value"))
+        elif isinstance(op, Attention):
+            needs.append((f"a KV chunk of {op.name}", 64 * op.head_dim))
+    return needs
+
+
+def _check_edges(schedule: Schedule, graph: Graph, found: Collector) -> None:
+    for edge in schedule.edges:
+        least = 4 if isinstance(edge.sync, Sentinel) else 2
+        slots = edge.sync.slots
+        if slots < least or slots & (slots - 1):
+            span = graph.op(edge.producer).span
+            found.add(BAD_SLOTS, span, kind=type(edge.sync).__name__, value=edge.value, slots=slots, least=least)
+

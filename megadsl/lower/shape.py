@@ -1,0 +1,119 @@
+"""Pass ``shape``: the Shape struct, the data half of the kernel. Fields are written in the order the headers declare them."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.plan import Exchange, Record
+from megadsl.ir.schedule import Schedule
+from megadsl.lower.exchanges import sharing
+from megadsl.lower.memory import Memory
+from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name, vectors
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+
+LOG2_E = math.log2(math.e)
+CHUNK_ROWS = 16
+
+
+def ident(name: str) -> str:
+    """A C identifier for an op, value or role name."""
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def float_bits(value: float) -> int:
+    """fp32 bits of ``value`` as a signed 32-bit integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
+    """Bytes from one KV head to the next and from one layer to the next."""
+    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.head_dim * 2 * 2
+    return head, head * op.kv_heads
+
+
+def kv_bytes(graph: Graph, max_kv: int) -> int:
+    """Bytes of all KV caches."""
+    return sum(kv_strides(op, max_kv)[1] * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Attention))
+
+
+def build_shape(
+    graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], packed: Packed, memory: Memory, stamps: int
+) -> tuple[Record, ...]:
+    """All members of Shape, in order."""
+    step = (graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"), memory.offset("gates"), stamps)
+    records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
+    for role, ring in memory.rings:
+        words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window)
+        records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
+    records.extend(_exchange(e) for e in exchanges)
+    kv_at = 0
+    for op in graph.ops:
+        records.extend(_op(op, graph, schedule, packed, memory, kv_at, exchanges))
+        if isinstance(op, Attention):
+            kv_at += kv_strides(op, schedule.max_kv)[1] * (graph.layers if op.loop else 1)
+    return tuple(records)
+
+
+def _smem(memory: Memory) -> tuple[int, ...]:
+    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars"))
+
+
+def _exchange(e: Exchange) -> Record:
+    words = (
+        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, e.groups, e.group_features, e.share_offset,
+        e.flags_offset // OFFSET_UNIT,
+    )  # fmt: skip
+    return Record("mk::ExchangeShape", f"{ident(e.name)}_exchange", words, f"{e.wire}, {e.dtype}")
+
+
+def _op(
+    op: Op, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory, kv_at: int, exchanges: tuple[Exchange, ...]
+) -> list[Record]:
+    match op:
+        case Embed():
+            return [_embed(op, packed, exchanges)]
+        case Linear():
+            return _linear(op, schedule, packed, memory)
+        case Attention():
+            return _attention(op, graph, schedule, memory, kv_at)
+
+
+def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record:
+    # The value may be loop-carried: then its buffer is shared out the way the loop's last op does it.
+    e = next(x for x in exchanges if x.name == op.out)
+    words = (packed.find(op.name).offset // OFFSET_UNIT, op.table.shape[1], e.groups, e.group_features, e.share_offset)
+    return Record("mk::EmbedShape", ident(op.name), words)
+
+
+def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
+    tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
+    words = (
+        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, how.share_offset, op.rows, op.columns,
+        tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
+    )  # fmt: skip
+    found = [Record("mk::LinearShape", ident(op.name), words)]
+    rotated = [i for i, p in enumerate(op.parts) if p.rope is not None]
+    if rotated:
+        begin = sum(p.rows for p in op.parts[: rotated[0]])
+        found.append(Record("mk::RopeShape", f"{ident(op.name)}_rope", (begin, begin + sum(op.parts[i].rows for i in rotated))))
+    for arg, _ in vectors(op):
+        vector = packed.find(vector_name(op, arg))
+        words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)
+        found.append(Record("mk::VectorShape", ident(vector.name), words))
+    return found
+
+
+def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, kv_at: int) -> list[Record]:
+    how = schedule.op(op.name)
+    head, layer = kv_strides(op, schedule.max_kv)
+    words = (
+        kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin, op.k.begin,
+        op.v.begin, float_bits(op.scale * LOG2_E), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
+        memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv,
+    )  # fmt: skip
+    share = sharing(op, op.heads * op.head_dim, schedule)
+    merge = (share.groups, share.share_offset, memory.offset(f"{op.name}.merge"))
+    assert share.group_features == GROUP_ROWS
+    return [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]

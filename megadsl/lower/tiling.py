@@ -1,0 +1,48 @@
+"""How a linear's matrix is cut into tiles. A function of the matrix alone, so that schedules never force a repack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadsl.ir.graph import Linear
+from megadsl.types import ceil_div, round_up
+
+GROUP_ROWS = 8  # n of the mma: rows per tile
+PANEL = 32  # columns per panel: two k16 steps, one 16-byte load per lane
+MAX_TILE_COLUMNS = 1024  # 8 rows x 1024 bf16 = 16 KB, one ring stage
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Row groups of 8, each cut into ``pieces`` tiles of ``tile_columns`` columns."""
+
+    groups: int
+    pieces: int
+    tile_columns: int
+
+    @property
+    def columns_padded(self) -> int:
+        return self.pieces * self.tile_columns
+
+    @property
+    def tile_bytes(self) -> int:
+        return GROUP_ROWS * self.tile_columns * 2
+
+    @property
+    def group_bytes(self) -> int:
+        return self.pieces * self.tile_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.groups * self.group_bytes
+
+
+def tiling(op: Linear) -> Tiling:
+    """Equal pieces of at most MAX_TILE_COLUMNS, each a whole number of panels: little padding for any column count."""
+    pieces = ceil_div(op.columns, MAX_TILE_COLUMNS)
+    return Tiling(ceil_div(op.rows, GROUP_ROWS), pieces, round_up(ceil_div(op.columns, pieces), PANEL))
+
+
+def tile_bytes(op: Linear) -> int:
+    """Bytes of one weight tile."""
+    return tiling(op).tile_bytes

@@ -1,0 +1,78 @@
+"""Structural legality of a plan: what must hold whatever the model. The proofs of synchronisation are check/'s."""
+
+from __future__ import annotations
+
+from megadsl.ir.plan import Area, LayerLoop, Plan, Verb
+from megadsl.lower.programs import instructions
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raises AssertionError that names what broke; a broken plan is a bug of megadsl, never of the user."""
+    _sites(plan)
+    _loads_match(plan)
+    _areas(plan.areas, plan.smem_bytes)
+    _exchanges(plan)
+
+
+def _sites(plan: Plan) -> None:
+    used = [i.site for p in plan.programs for i in instructions(p.body) if i.site is not None]
+    extra = [int(str(i.args["gather_site"])) for p in plan.programs for i in instructions(p.body) if "gather_site" in i.args]
+    ids = [s.id for s in plan.sites]
+    assert ids == list(range(len(ids))), "site ids are not consecutive"
+    assert sorted({*used, *extra}) == ids, "a site is never used or unknown"
+
+
+def _loads_match(plan: Plan) -> None:
+    """Per ring, the consumers take stages in the order in which the loader fills them, loop by loop."""
+    fills = {"load_matrix", "load_vector", "load_cache"}
+    takes = {"matrix": "load_matrix", "wait_vector": "load_vector", "attention": "load_cache"}
+    consumer = next(p for p in plan.programs if p.kind == "consumer")
+    for program in plan.programs:
+        if program.kind != "loader":
+            continue
+        filled = [(looped, i.op, i.call) for looped, i in _walk(program.body) if i.call in fills]
+        taken = []
+        for looped, i in _walk(consumer.body):
+            if i.call in takes and i.args.get("ring") == program.role:
+                taken.append((looped, i.op, takes[i.call]))
+        # A matrix instruction comes before the vector waits nested in it, but the kernel takes the vectors first.
+        assert sorted(filled) == sorted(taken), f"loader {program.role!r} fills {filled}, the consumers take {taken}"
+        assert _op_order(filled) == _op_order(taken), f"loader {program.role!r} and the consumers disagree on the order of ops"
+
+
+def _walk(items: object) -> list[tuple[bool, object]]:  # type: ignore[type-arg]
+    found = []
+    for item in items:  # type: ignore[attr-defined]
+        looped = isinstance(item, LayerLoop)
+        found.extend((looped, i) for i in instructions([item]))
+    return found
+
+
+def _op_order(stages: list[tuple[bool, str, str]]) -> list[str]:
+    order: list[str] = []
+    for _, op, _ in stages:
+        if not order or order[-1] != op:
+            order.append(op)
+    return order
+
+
+def _areas(areas: tuple[Area, ...], total: int) -> None:
+    fixed = sorted((a for a in areas if not a.overlay and a.bytes), key=lambda a: a.offset)
+    for before, after in zip(fixed, fixed[1:], strict=False):
+        assert before.offset + before.bytes <= after.offset, f"shared memory: {before.name} runs into {after.name}"
+    overlays = [a for a in areas if a.overlay]
+    for a in overlays:
+        for b in fixed:
+            assert a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset, f"shared memory: {a.name} overlaps {b.name}"
+    assert max((a.offset + a.bytes for a in areas), default=0) <= total
+
+
+def _exchanges(plan: Plan) -> None:
+    written = {r.name for p in plan.programs for i in instructions(p.body) for r in i.writes if r.space == "exchange"}
+    read = {r.name for p in plan.programs for i in instructions(p.body) for r in i.reads if r.space == "exchange"}
+    names = {e.name for e in plan.exchanges}
+    assert written == names, f"exchanges nobody writes: {names - written}"
+    assert read <= names, f"reads of unknown exchanges: {read - names}"
+    for p in plan.programs:
+        for i in instructions(p.body):
+            assert i.verb is not Verb.WAIT or i.site is not None, f"the wait {i.call} of {i.op} has no site"

@@ -1,0 +1,40 @@
+"""Cost of a graph: what must be read, written and computed, and the time that HBM alone takes for it."""
+
+from __future__ import annotations
+
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.machine import Machine
+from megadsl.ops import attention, embed, linear
+from megadsl.ops.attention import kv_row_bytes
+from megadsl.ops.base import Cost
+
+
+def cost(op: Op, tokens: int, kv_len: int) -> Cost:
+    """Cost of one run of ``op`` with ``tokens`` new tokens on top of ``kv_len`` cached rows."""
+    match op:
+        case Embed():
+            return embed.cost(op, tokens)
+        case Linear():
+            return linear.cost(op, tokens)
+        case Attention():
+            return attention.cost(op, tokens, kv_len)
+
+
+def runs(graph: Graph, op: Op) -> int:
+    """How often one launch runs ``op``: once per layer inside the loop, else once."""
+    return graph.layers if op.loop else 1
+
+
+def total_cost(graph: Graph, tokens: int, kv_len: int) -> Cost:
+    """Cost of one launch."""
+    return sum((cost(op, tokens, kv_len).times(runs(graph, op)) for op in graph.ops), Cost())
+
+
+def floor_seconds(graph: Graph, machine: Machine, kv_len: int) -> float:
+    """Least time of one launch in seconds: all weights and KV rows once through HBM at the machine's measured bandwidth."""
+    return total_cost(graph, graph.tokens, kv_len).hbm_bytes / machine.bandwidth
+
+
+def kv_bytes_per_token(graph: Graph) -> int:
+    """Bytes that one cached token takes over all layers."""
+    return sum(kv_row_bytes(op) * runs(graph, op) for op in graph.ops if isinstance(op, Attention))

@@ -1,0 +1,111 @@
+"""The control block: what host and kernel tell each other between launches; and the exception for a kernel that hung."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megadsl.emulate.abi import SITE_BARRIER, SITE_CLUSTER
+
+# u32 words of mk::Control
+ERROR, EPOCH, KV_LEN, N_TOKENS, FLAGS, TIMEOUT_US, STEPS, ABORT = range(8)
+TOKEN_IDS, POSITIONS, ANCESTORS, NEXT_IDS, RECORD = 8, 24, 40, 56, 72
+WORDS = 128
+MOST_TOKENS = 16
+
+ADVANCE = 1  # flag bit: the kernel itself prepares the next step, with the token that it chose
+
+_FIRST_EPOCH = 1
+_RECORD_NAMES = ("site", "block", "warp", "layer", "tile", "expected", "observed")
+
+# what the emulator reports for waits that are no mk::wait
+_BARRIER_SITES = {
+    SITE_BARRIER: {"kind": "barrier", "expects": "all threads of the block's barrier (tile is its number)"},
+    SITE_CLUSTER: {"kind": "cluster barrier", "expects": "all threads of the cluster"},
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait that never ended. ``expects`` says in words what it waited for; ``expected`` and ``observed`` are u32 words."""
+
+    site: int
+    role: str
+    op: str
+    kind: str
+    span: str
+    expects: str
+    block: int
+    warp: int
+    layer: int
+    tile: int
+    expected: int
+    observed: int
+
+    def __str__(self) -> str:
+        return (
+            f"role {self.role}, op {self.op} ({self.span}), layer {self.layer}, tile {self.tile}:"
+            f" site {self.site} [{self.kind}] waited for {self.expects};"
+            f" expected {self.expected:#x}, observed {self.observed:#x} (block {self.block}, warp {self.warp})"
+        )
+
+
+class MegakernelHang(Exception):
+    """A launch was aborted because waits did not end. ``waits`` has the one that timed out first, or, from the emulator,
+    all that were parked. The program has been re-initialised: the launch may be repeated."""
+
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        self.waits = tuple(waits)
+        head = "the megakernel hung" if len(self.waits) == 1 else f"the megakernel hung with {len(self.waits)} waits parked"
+        super().__init__("\n".join([head, *(f"    {wait}" for wait in self.waits)]))
+
+
+def describe_wait(manifest: Mapping[str, Any], words: Mapping[str, int]) -> Wait:
+    """A wait in the spec's words. ``words``: site, block, warp, layer, tile, expected, observed."""
+    sites: dict[int, Mapping[str, Any]] = {site["id"]: site for site in manifest["sites"]}
+    site = sites.get(words["site"]) or _BARRIER_SITES.get(words["site"], {})
+    fields: dict[str, Any] = {key: str(site.get(key) or "?") for key in ("role", "op", "kind", "span", "expects")}
+    fields |= {key: words[key] for key in _RECORD_NAMES}
+    return Wait(**fields)
+
+
+def recorded_wait(manifest: Mapping[str, Any], words: Sequence[int]) -> Wait:
+    """The wait in the error record of a control block's 128 words."""
+    record = words[RECORD : RECORD + len(_RECORD_NAMES)]
+    return describe_wait(manifest, {name: word & 0xFFFFFFFF for name, word in zip(_RECORD_NAMES, record, strict=True)})
+
+
+class Control:
+    """Host access to a control block. ``words`` is its int32 tensor of 128 words, where the kernel reads it."""
+
+    def __init__(self, words: torch.Tensor, timeout_us: int) -> None:
+        self.words = words
+        self._timeout_us = timeout_us
+        self.reset()
+
+    def reset(self) -> None:
+        """As before the first launch: epoch 1, an empty KV cache, no error."""
+        fresh = torch.zeros(WORDS, dtype=torch.int32)
+        fresh[EPOCH], fresh[TIMEOUT_US] = _FIRST_EPOCH, self._timeout_us
+        self.words.copy_(fresh)
+
+    def clear_error(self) -> None:
+        """Forget an aborted launch: epoch 1, no error; the inputs stay, so that the launch can be repeated."""
+        now = self.words.cpu()
+        for word in (ERROR, STEPS, ABORT):
+            now[word] = 0
+        now[EPOCH] = _FIRST_EPOCH
+        now[RECORD:] = 0
+        self.words.copy_(now)
+
+    def set_inputs(self, kv_len: int, ids: Sequence[int], positions: Iterable[int], ancestors: Iterable[int], flags: int = 0) -> None:
+        """What the next launch reads: up to 16 token ids, their positions and ancestor masks, the rows in the KV cache."""
+        head = torch.tensor([kv_len, len(ids), flags, self._timeout_us], dtype=torch.int32)
+        lists = torch.zeros(3, MOST_TOKENS, dtype=torch.int32)
+        for row, values in zip(lists, (ids, positions, ancestors), strict=True):
+            row[: len(ids)] = torch.tensor(list(values), dtype=torch.int32)
+        self.words[KV_LEN : TIMEOUT_US + 1].copy_(head)
+        self.words[TOKEN_IDS:NEXT_IDS].copy_(lists.flatten())

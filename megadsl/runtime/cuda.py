@@ -1,0 +1,148 @@
+"""cuda-python's driver API: a cubin becomes a kernel that can be launched cooperatively on a torch stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadsl.build.gpus import bindings_installed, driver_version
+from megadsl.diagnostics import declare, error
+from megadsl.machine import machine
+
+try:
+    from cuda.bindings import driver
+except ImportError:
+    driver = None
+
+BINDINGS_MISSING = declare(
+    "MK440", "running on a GPU needs cuda-python, which is not installed", "pip install 'megadsl[cuda]', or run with device cpu"
+)
+NO_GPU = declare(
+    "MK441", "no usable NVIDIA GPU: {why}", "run on a machine with a GPU and its driver, or with device cpu; megadsl doctor says more"
+)
+DRIVER_OLD = declare(
+    "MK442",
+    "the driver supports CUDA {have}, kernels for {arch} need {want}",
+    "install a driver for CUDA {want} or newer, or run with device cpu",
+)
+WRONG_ARCH = declare(
+    "MK443", "the kernel is built for {arch}, this GPU is {have}", "compile with --arch for this GPU, or run on a GPU of {arch}"
+)
+NOT_RESIDENT = declare(
+    "MK444",
+    "a grid of {blocks} blocks cannot be co-resident: this GPU holds {per_sm} per SM x {sms} SMs = {capacity}"
+    " ({threads} threads, {smem} bytes of shared memory, {registers} registers per thread)",
+    "schedule at most {capacity} blocks, or fewer ring stages, warps or registers",
+)
+SMEM_REFUSED = declare("MK445", "a block needs {smem} bytes of shared memory, this GPU gives at most {most}", "schedule a smaller ring")
+CALL_FAILED = declare(
+    "MK446",
+    "the CUDA driver refused {call}: {name} ({text})",
+    "if an earlier kernel of this process failed, start a fresh process; megadsl doctor checks driver and GPU",
+)
+
+ENTRY = b"megakernel"
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call the driver function ``name``; its result (None, a value or a tuple). MK446 when it fails."""
+    status, *values = getattr(driver, name)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        text = driver.cuGetErrorString(status)[1]
+        raise error(CALL_FAILED, call=name, name=status.name, text=text.decode() if text else "unknown")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def check_gpu(arch: str, device: torch.device) -> None:
+    """Raise MK440 to MK443 unless ``device`` can run kernels built for ``arch`` ("sm_90a")."""
+    if not bindings_installed():
+        raise error(BINDINGS_MISSING)
+    have, want = driver_version(), machine(arch).min_driver
+    if have is None:
+        raise error(NO_GPU, why="there is no NVIDIA driver")
+    if have < want:
+        raise error(DRIVER_OLD, have=_dotted(have), want=_dotted(want), arch=arch)
+    if not torch.cuda.is_available():
+        raise error(NO_GPU, why="torch sees none" if torch.version.cuda else "this torch is built without CUDA")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise error(NO_GPU, why=f"there is no {device}")
+    found = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if found != arch.rstrip("af"):
+        raise error(WRONG_ARCH, arch=arch, have=found)
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class CudaKernel:
+    """A loaded megakernel with its launch arguments built once: a launch is one driver call.
+
+    ``pointers`` fill mk::Buffers in its order (0 for none); ``shape`` are the int32 words of the Shape struct. Must be made
+    and launched with ``device`` current, after torch has used it.
+    """
+
+    def __init__(self, cubin: Path, manifest: Mapping[str, Any], pointers: Sequence[int], device: torch.device) -> None:
+        self._library = call("cuLibraryLoadData", cubin.read_bytes(), [], [], 0, [], [], 0)
+        self._function = call("cuKernelGetFunction", call("cuLibraryGetKernel", self._library, ENTRY))
+        self._allow_smem(manifest["smem_bytes"], device)
+        self._check_resident(manifest, device)
+        self._config = self._launch_config(manifest)
+        self._stream = 0
+        # the launch reads these through raw pointers, so they live as long as the kernel
+        self._buffers = (ctypes.c_uint64 * len(pointers))(*pointers)
+        shape = manifest["shape"]
+        self._shape = (ctypes.c_int32 * max(1, len(shape)))(*shape)
+        self._parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._buffers), ctypes.addressof(self._shape))
+        self._parameters_address = ctypes.addressof(self._parameters)
+
+    def launch(self, stream: int) -> None:
+        """Launch on the raw stream handle. Asynchronous; safe while the stream is being captured into a graph."""
+        if stream != self._stream:
+            self._config.hStream = driver.CUstream(stream)
+            self._stream = stream
+        (status,) = driver.cuLaunchKernelEx(self._config, self._function, self._parameters_address, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise error(CALL_FAILED, call="cuLaunchKernelEx", name=status.name, text=driver.cuGetErrorString(status)[1].decode())
+
+    def close(self) -> None:
+        """Unload the cubin. No launch may be in flight."""
+        call("cuLibraryUnload", self._library)
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread."""
+        return int(call("cuFuncGetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function))
+
+    def _allow_smem(self, smem: int, device: torch.device) -> None:
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        most = call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", device.index or 0))
+        if smem > most:
+            raise error(SMEM_REFUSED, smem=smem, most=most)
+        kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", self._function, kind, smem)
+
+    def _check_resident(self, manifest: Mapping[str, Any], device: torch.device) -> None:
+        blocks, threads, smem = manifest["blocks"], manifest["threads"], manifest["smem_bytes"]
+        per_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if per_sm * sms < blocks:
+            figures = {"blocks": blocks, "per_sm": per_sm, "sms": sms, "capacity": per_sm * sms, "threads": threads, "smem": smem}
+            raise error(NOT_RESIDENT, registers=self.registers, **figures)
+
+    def _launch_config(self, manifest: Mapping[str, Any]) -> Any:
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = manifest["blocks"], 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = manifest["threads"], 1, 1
+        config.sharedMemBytes = manifest["smem_bytes"]
+        config.hStream = driver.CUstream(0)
+        config.attrs = [cooperative]
+        config.numAttrs = 1
+        return config

@@ -1,0 +1,285 @@
+"""Text from a compiled model: prompts in chunks, greedy decoding with one launch per token, or logits."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megadsl.diagnostics import collecting, declare, error
+from megadsl.ir.graph import Graph, Linear
+from megadsl.runtime.control import ADVANCE, NEXT_IDS
+from megadsl.runtime.gguf import GgufFile, demo_weights
+from megadsl.runtime.pack import pack_weights
+from megadsl.runtime.program import Program, Snapshot, resolve_device
+from megadsl.runtime.tokenizer import Tokenizer, tokenizer_known, tokenizer_of
+from megadsl.runtime.weights import GgufSource, WeightSource, open_weights
+
+KV_FULL = declare(
+    "MK450",
+    "the KV cache is full: it holds {max_kv} rows, {used} are used and {more} more are needed",
+    "ask for at most {room} more tokens, reset the generator, or compile with a larger max_kv",
+)
+ID_RANGE = declare(
+    "MK451", "token id {token} at index {index} is out of range", "use ids from 0 to {last}: the model's vocabulary has {vocab}"
+)
+EMPTY_PROMPT = declare("MK452", "the prompt is empty", "give at least one token; the kernel needs one to predict the next")
+TOKEN_COUNT = declare("MK453", "a step of {count} tokens", "give 1 to {tokens} tokens a step, or compile with more tokens (at most 16)")
+POSITION_RANGE = declare("MK454", "position {position} of new token {index} is out of range", "use positions from 0 to {last}")
+ANCESTORS = declare(
+    "MK455",
+    "ancestor mask {mask:#x} of new token {index} is not possible in a step of {count} tokens",
+    "set the token's own bit ({own:#x}), and only bits below 1 << {count}",
+)
+PER_TOKEN = declare("MK456", "{what} has {got} entries for {count} tokens", "give one per new token, or leave it out")
+NO_ARGMAX = declare(
+    "MK457", "kernel {model} returns logits, it does not choose a token", "return mk.argmax(...) from the spec, or use Generator.step"
+)
+NO_TOKENIZER = declare(
+    "MK458", "text needs a tokenizer, and these weights bring none", "give a GGUF file, or pass token ids instead of text"
+)
+NO_WEIGHTS = declare("MK459", "no weights were given for {model}", "give a GGUF file with --weights PATH")
+THETA = declare(
+    "MK424", "the spec rotates with theta {spec}, the checkpoint was trained with {checkpoint}", "use theta={checkpoint} in mk.rope"
+)
+
+_DEMO_MODEL = "smollm2-135m"
+
+
+class Compiled(Protocol):
+    """What the generator needs of a compilation."""
+
+    @property
+    def manifest(self) -> Mapping[str, Any]: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def graph(self) -> Graph: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """``ids`` are the new tokens, the end token included when one came; ``text`` is theirs without control tokens.
+
+    ``ms_per_token`` is the mean wall time of the decode steps, prefill excluded (0 when there was none).
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str
+    ms_per_token: float
+
+
+class Generator:
+    """A model with its weights and KV cache.
+
+    ``weights``: a GGUF file, a source, or None for the demo's (smollm2-135m only). ``device``: "cuda", "cuda:N", or "cpu" for
+    the emulator. Raises MK400 to MK448 for what is wrong with weights or machine, all weights at once.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        weights: Path | WeightSource | None = None,
+        device: str = "cuda",
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        self.manifest = compiled.manifest
+        source = _source(self.manifest["model"], weights)
+        self._file = source.file if isinstance(source, GgufSource) else None
+        self.tokenizer: Tokenizer | None = None
+        if self._file is not None:
+            _check_theta(self.manifest, self._file)
+            self.tokenizer = tokenizer_of(self._file) if tokenizer_known(self._file) else None
+        where = str(resolve_device(device, self.manifest["arch"]))
+        arena = pack_weights(self.manifest, source, where, progress=progress)
+        self.program = Program(self.manifest, compiled.source, where, arena, **options)
+        self._chooses = any(isinstance(op, Linear) and op.sink == "argmax" for op in compiled.graph.ops)
+        self._kv_len = 0
+        self._replay = self.program.capture()
+
+    @property
+    def kv_len(self) -> int:
+        """Rows in the KV cache. Assign a smaller number to take tokens back."""
+        return self._kv_len
+
+    @kv_len.setter
+    def kv_len(self, rows: int) -> None:
+        if not 0 <= rows <= self.manifest["max_kv"]:
+            raise error(KV_FULL, max_kv=self.manifest["max_kv"], used=0, more=rows, room=self.manifest["max_kv"])
+        self._kv_len = rows
+
+    def reset(self) -> None:
+        """Forget the text so far."""
+        self.program.reset()
+        self._kv_len = 0
+
+    def step(self, ids: Sequence[int], positions: Sequence[int] | None = None, ancestors: Sequence[int] | None = None) -> torch.Tensor:
+        """Run 1 to ``tokens`` new tokens and append them to the KV cache; their logits, a (n, vocab) fp32 view that the next
+        launch overwrites.
+
+        ``positions`` default to the rows after the cache; ``ancestors[i]`` has bit j set where token i sees token j of the
+        step (itself included), by default a chain. Raises MK450 to MK456, MegakernelHang.
+        """
+        self._launch(ids, positions, ancestors)
+        return self.program.logits[: len(ids)]
+
+    def prefill(self, ids: Sequence[int]) -> torch.Tensor:
+        """Append a prompt, in chunks of up to ``tokens``; the (vocab,) fp32 logits after its last token, as :meth:`step` gives."""
+        self._prefill(ids)
+        last = (len(ids) - 1) % self.manifest["tokens"]
+        return self.program.logits[last]
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        *,
+        stop_at_end: bool = True,
+        on_token: Callable[[int, str], None] | None = None,
+    ) -> Generation:
+        """Continue ``prompt`` greedily from an empty cache, until ``max_new_tokens`` or (``stop_at_end``) an end token.
+
+        ``on_token(id, text)`` is called as tokens arrive; ``text`` is what they add, held back while UTF-8 is incomplete.
+        Raises MK410, MK450 to MK452, MK457, MK458, MegakernelHang.
+        """
+        if not self._chooses:
+            raise error(NO_ARGMAX, model=self.manifest["model"])
+        prompt_ids = self._ids(prompt)
+        self.reset()
+        self._require_room(len(prompt_ids) + max(max_new_tokens - 1, 0))
+        stops = self.tokenizer.stop_ids if self.tokenizer and stop_at_end else frozenset()
+        text = _Text(self.tokenizer, on_token)
+        first = self._prefill(prompt_ids)
+        if max_new_tokens > 0:
+            text.add(first)
+        steps, began = 0, time.perf_counter()
+        if max_new_tokens > 1 and first not in stops:
+            for token in self._decode(first, max_new_tokens - 1):
+                steps += 1
+                text.add(token)
+                if token in stops:
+                    break
+        spent = time.perf_counter() - began
+        self._kv_len = len(prompt_ids) + steps
+        return Generation(prompt_ids, text.ids, text.whole(), 1e3 * spent / steps if steps else 0.0)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._file is None:
+                raise error(NO_TOKENIZER)
+            ids = (self.tokenizer or tokenizer_of(self._file)).encode(prompt)
+        else:
+            ids = list(prompt)
+        self._check_prompt(ids)
+        return ids
+
+    def _prefill(self, ids: Sequence[int]) -> int:
+        """Append a prompt; the id the kernel chooses after it (meaningless when it chooses none)."""
+        self._check_prompt(ids)
+        self._require_room(len(ids))
+        chunk, following = self.manifest["tokens"], 0
+        for begin in range(0, len(ids), chunk):
+            following = self._launch(ids[begin : begin + chunk])
+        return following
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise error(EMPTY_PROMPT)
+        vocab = self.manifest["vocab"]
+        with collecting() as found:
+            for index, token in enumerate(ids):
+                if not 0 <= token < vocab:
+                    found.add(ID_RANGE, token=token, index=index, last=vocab - 1, vocab=vocab)
+
+    def _require_room(self, rows: int) -> None:
+        room = self.manifest["max_kv"] - self._kv_len
+        if rows > room:
+            raise error(KV_FULL, max_kv=self.manifest["max_kv"], used=self._kv_len, more=rows, room=room)
+
+    def _launch(self, ids: Sequence[int], positions: Sequence[int] | None = None, ancestors: Sequence[int] | None = None) -> int:
+        count = len(ids)
+        if not 1 <= count <= self.manifest["tokens"]:
+            raise error(TOKEN_COUNT, count=count, tokens=self.manifest["tokens"])
+        self._check_prompt(ids)
+        self._require_room(count)
+        positions = range(self._kv_len, self._kv_len + count) if positions is None else positions
+        ancestors = [(2 << i) - 1 for i in range(count)] if ancestors is None else ancestors
+        self._check_places(count, positions, ancestors)
+        self.program.control.set_inputs(self._kv_len, ids, positions, ancestors)
+        self.program.launch()
+        words = self.program.check()
+        self._kv_len += count
+        return words[NEXT_IDS + count - 1]
+
+    def _check_places(self, count: int, positions: Sequence[int], ancestors: Sequence[int]) -> None:
+        with collecting() as found:
+            for what, values in (("positions", positions), ("ancestors", ancestors)):
+                if len(values) != count:
+                    found.add(PER_TOKEN, what=what, got=len(values), count=count)
+            for index, position in enumerate(positions):
+                if not 0 <= position < self.manifest["max_kv"]:
+                    found.add(POSITION_RANGE, position=position, index=index, last=self.manifest["max_kv"] - 1)
+            for index, mask in enumerate(ancestors):
+                if not mask >> index & 1 or not 0 <= mask < 1 << count:
+                    found.add(ANCESTORS, mask=mask, index=index, count=count, own=1 << index)
+
+    def _decode(self, token: int, count: int) -> Iterator[int]:
+        """Up to ``count`` greedy tokens after ``token``. The kernel feeds itself; the host reads behind it."""
+        self.program.control.set_inputs(self._kv_len, [token], [self._kv_len], [1], flags=ADVANCE)
+        # on a GPU the next step is enqueued before this one's token is read, so that the GPU never waits for the host
+        behind = 2 if self.program.device.type == "cuda" else 1
+        pending: deque[Snapshot] = deque()
+        for _ in range(count):
+            self._replay.replay()
+            pending.append(self.program.snapshot())
+            if len(pending) == behind:
+                yield self.program.check(pending.popleft())[NEXT_IDS]
+        while pending:
+            yield self.program.check(pending.popleft())[NEXT_IDS]
+
+
+class _Text:
+    """Ids as they arrive, and the text they add."""
+
+    def __init__(self, tokenizer: Tokenizer | None, on_token: Callable[[int, str], None] | None) -> None:
+        self.ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._on_token = on_token
+        self._shown = ""
+
+    def add(self, token: int) -> None:
+        self.ids.append(token)
+        if self._on_token is None:
+            return
+        whole = self.whole()
+        piece = "" if whole.endswith("\ufffd") else whole[len(self._shown) :]
+        self._shown += piece
+        self._on_token(token, piece)
+
+    def whole(self) -> str:
+        return self._tokenizer.decode(self.ids) if self._tokenizer else ""
+
+
+def _source(model: str, weights: Path | WeightSource | None) -> WeightSource:
+    if isinstance(weights, WeightSource):
+        return weights
+    if weights is None and model != _DEMO_MODEL:
+        raise error(NO_WEIGHTS, model=model)
+    return open_weights(weights or demo_weights())
+
+
+def _check_theta(manifest: Mapping[str, Any], file: GgufFile) -> None:
+    """A wrong theta changes few tokens of a short text, so it is refused here, not left to be noticed."""
+    rope, checkpoint = manifest["rope"], file.config["rope_theta"]
+    if rope is not None and rope["theta"] != checkpoint:
+        raise error(THETA, spec=rope["theta"], checkpoint=checkpoint)

@@ -1,0 +1,78 @@
+"""The KV arena and the rope table, as the host sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megadsl.runtime.pack import pair_order
+from megadsl.types import ceil_div
+
+_ROWS = 16  # rows of a chunk
+_ELEMENT = 2  # bytes of bf16
+
+
+class KvCache:
+    """Plain views of one KV arena: (kv_heads, rows, head_dim) bf16, rows by position in the cache.
+
+    The arena's own order (chunks in mma-fragment order, K in rope pair order) is the kernel's business; :meth:`write` and
+    :meth:`read` translate.
+    """
+
+    def __init__(self, manifest: Mapping[str, Any], arena: torch.Tensor) -> None:
+        kv = manifest["kv"]
+        self.kv_heads: int = kv["kv_heads"]
+        self.head_dim: int = kv["head_dim"]
+        self.max_kv: int = manifest["max_kv"]
+        part = _ROWS * self.head_dim
+        chunks = ceil_div(self.max_kv, _ROWS)
+        strides = (kv["layer_stride"] // _ELEMENT, kv["head_stride"] // _ELEMENT, 2 * part, part, 1)
+        shape = (manifest["layers"], self.kv_heads, chunks, 2, part)
+        self._chunks = arena.view(torch.bfloat16).as_strided(shape, strides)
+        rope = manifest["rope"]
+        self._paired = rope is not None and rope["style"] == "half"
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int = 0) -> None:
+        """Put k and v, each (kv_heads, n, head_dim), at rows [start, start + n). K is rotated already, features in model order."""
+        end = start + k.shape[1]
+        keys, values = self._natural(layer, start // _ROWS, ceil_div(end, _ROWS))
+        first = start - start % _ROWS
+        keys[:, start - first : end - first] = self._order(k.to(keys), inverse=False)
+        values[:, start - first : end - first] = v.to(values)
+        self._store(layer, start // _ROWS, keys, values)
+
+    def read(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of k and v of rows [0, rows), each (kv_heads, rows, head_dim) bf16, features in model order."""
+        keys, values = self._natural(layer, 0, ceil_div(rows, _ROWS))
+        return self._order(keys[:, :rows], inverse=True), values[:, :rows]
+
+    def _order(self, k: torch.Tensor, inverse: bool) -> torch.Tensor:
+        if not self._paired:
+            return k
+        return k[..., pair_order(self.head_dim, self.head_dim, inverse).to(k.device)]
+
+    def _views(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks [begin, end) as k (heads, chunk, half, row, dim/32, 32) and v (heads, chunk, half, q, e, pair, jj, g)."""
+        span = self._chunks[layer, :, begin:end]
+        blocks = self.head_dim // 32
+        k = span[:, :, 0].unflatten(-1, (2, blocks, 8, 32)).permute(0, 1, 2, 4, 3, 5)
+        v = span[:, :, 1].unflatten(-1, (2 * blocks, 8, 4, 2, 2, 2)).permute(0, 1, 6, 4, 7, 2, 5, 3)
+        return k, v
+
+    def _natural(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.kv_heads, (end - begin) * _ROWS, self.head_dim)
+        k, v = (view.reshape(shape) for view in self._views(layer, begin, end))
+        return k.clone(), v.clone()
+
+    def _store(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for view, plain in zip(self._views(layer, begin, begin + keys.shape[1] // _ROWS), (keys, values), strict=True):
+            view.copy_(plain.view(view.shape))
+
+
+def rope_table(head_dim: int, theta: float, rows: int) -> torch.Tensor:
+    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is the angle p * theta ** (-2 i / head_dim), from fp64."""
+    frequency = theta ** (-2.0 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()), -1).to(torch.float32)

@@ -1,0 +1,169 @@
+"""Weights into the arena that the kernel streams: tiles in mma-fragment order, each one contiguous bulk copy.
+
+The layout is that of the manifest's pack records and of nothing else, so a cached arena outlives every change of schedule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megadsl.build.cache import cached
+from megadsl.diagnostics import declare, warn
+from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate
+from megadsl.types import round_up
+
+PACK_UNCACHED = declare(
+    "MK430",
+    "the packed weights could not be cached ({reason}); the next start packs them again",
+    "free space in the cache folder, or set MEGADSL_CACHE_DIR to one with room",
+)
+
+_FORMAT = "pack-1"  # raise it whenever the bytes below change for equal records
+_TILE_ROWS = 8
+_TILE_COLUMNS = 32  # one mma fragment's columns
+
+Record = Mapping[str, Any]
+
+
+def pack_weights(manifest: Manifest, source: WeightSource, device: str, *, progress: bool = True, cache: bool = True) -> torch.Tensor:
+    """The weights arena: uint8, ``manifest["buffers"]["weights"]`` bytes, on ``device``.
+
+    Validates first (MK420 to MK423, all findings at once). A source with an identity is packed once and cached; MK430 warns
+    when the cache has no room. ``progress`` shows a bar on stderr while packing, when that is a terminal.
+    """
+    validate(source, manifest)
+    identity = source.identity
+    if identity is None or not cache:
+        return _packed(manifest, source, device, progress)
+    made: list[torch.Tensor] = []
+
+    def build(path: Path) -> None:
+        made.append(_packed(manifest, source, device, progress))
+        made[0].cpu().numpy().tofile(path)
+
+    try:
+        entry = cached(cache_key(manifest, identity), ".pack", build)
+    except OSError as reason:
+        warn(PACK_UNCACHED, reason=reason.strerror or str(reason))
+        return made[0] if made else _packed(manifest, source, device, progress)
+    if made:
+        return made[0]
+    size = int(manifest["buffers"]["weights"])
+    return torch.from_file(str(entry), shared=False, size=size, dtype=torch.uint8).to(device)
+
+
+def cache_key(manifest: Manifest, identity: str) -> list[str]:
+    """What a packed arena depends on: the weights and the tile layout."""
+    layout = [{k: v for k, v in record.items() if k != "name"} for record in manifest["pack"]]
+    return [_FORMAT, identity, str(manifest["buffers"]["weights"]), str(manifest["layers"]), json.dumps(layout, sort_keys=True)]
+
+
+def pack_record(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    """The packed bytes (uint8, one dimension) of one record in one layer, from its sources' bf16 tensors, on their device."""
+    return _PACK[record["kind"]](record, sources).contiguous().view(-1).view(torch.uint8)
+
+
+def unpack_record(manifest: Manifest, record: Record, arena: torch.Tensor, layer: int = 0) -> list[torch.Tensor]:
+    """The inverse of packing: the bf16 sources of one record, in checkpoint order and shape, read from an arena."""
+    begin = _offset(record, layer)
+    flat = arena[begin : begin + record["bytes"]].view(torch.bfloat16)
+    shapes = [source_shape(record, s) for s in record["sources"]]
+    if record["kind"] == "vector":
+        return [flat[: shapes[0][0]].clone()]
+    if record["kind"] == "table":
+        return [flat.view(shapes[0]).clone()]
+    return _unpack_matrix(record, flat, [shape[0] for shape in shapes])
+
+
+def _packed(manifest: Manifest, source: WeightSource, device: str, progress: bool) -> torch.Tensor:
+    arena = torch.zeros(int(manifest["buffers"]["weights"]), dtype=torch.uint8, device=device)
+    units = list(_units(manifest))
+    with _bar(progress) as bar:
+        task = bar.add_task("packing weights", total=sum(record["bytes"] for record, _ in units))
+        for record, layer in units:
+            names = [s["weight"].format(layer=layer) for s in record["sources"]]
+            data = pack_record(record, [source.load(name).to(device) for name in names])
+            begin = _offset(record, layer)
+            arena[begin : begin + data.numel()] = data
+            bar.advance(task, record["bytes"])
+    return arena
+
+
+def _units(manifest: Manifest) -> Iterator[tuple[Record, int]]:
+    """(record, layer), what exists once first, then layer by layer, so that a checkpoint is read about front to back."""
+    for record in manifest["pack"]:
+        if not record["per_layer"]:
+            yield record, 0
+    for layer in range(manifest["layers"]):
+        for record in manifest["pack"]:
+            if record["per_layer"]:
+                yield record, layer
+
+
+def _offset(record: Record, layer: int) -> int:
+    return int(record["offset"]) + layer * int(record["layer_stride"])
+
+
+def _bar(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+
+
+def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    ordered = [_in_order(w, spec) for w, spec in zip(sources, record["sources"], strict=True)]
+    stacked = torch.stack(ordered, 1).flatten(0, 1) if record["interleave"] else torch.cat(ordered)
+    padded = stacked.new_zeros(record["rows"], record["columns_padded"])
+    padded[: stacked.shape[0], : stacked.shape[1]] = stacked
+    return _tiles(record, padded).permute(0, 2, 3, 1, 4)
+
+
+def _tiles(record: Record, padded: torch.Tensor) -> torch.Tensor:
+    """(rows, columns_padded) seen as (row group, row, part, fragment, column)."""
+    parts = record["columns_padded"] // record["tile_columns"]
+    return padded.view(-1, _TILE_ROWS, parts, record["tile_columns"] // _TILE_COLUMNS, _TILE_COLUMNS)
+
+
+def _unpack_matrix(record: Record, flat: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
+    padded = flat.new_empty(record["rows"], record["columns_padded"])
+    seen = _tiles(record, padded)
+    seen.copy_(flat.view(*(seen.shape[i] for i in (0, 2, 3, 1, 4))).permute(0, 3, 1, 2, 4))
+    inner = padded[: sum(rows), : record["columns"]]
+    parts = inner.unflatten(0, (-1, len(rows))).unbind(1) if record["interleave"] else inner.split(rows)
+    return [_in_order(part, spec, inverse=True) for part, spec in zip(parts, record["sources"], strict=True)]
+
+
+def _in_order(rows: torch.Tensor, spec: Record, inverse: bool = False) -> torch.Tensor:
+    if spec["order"] == "natural":
+        return rows
+    return rows[pair_order(spec["rows"], spec["head_dim"], inverse).to(rows.device)]
+
+
+def pair_order(rows: int, head_dim: int, inverse: bool = False) -> torch.Tensor:
+    """Row indices (int64, ``rows``) that bring rope pairs together: per head of D rows 0, D/2, 1, D/2 + 1, ...
+
+    With ``inverse``, the indices that undo it.
+    """
+    grid = torch.arange(rows).view(-1, head_dim)
+    split = grid.view(-1, head_dim // 2, 2) if inverse else grid.view(-1, 2, head_dim // 2)
+    return split.transpose(1, 2).reshape(-1)
+
+
+def _vector(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    padded = sources[0].new_zeros(round_up(sources[0].shape[0], _TILE_COLUMNS))
+    padded[: sources[0].shape[0]] = sources[0]
+    return padded
+
+
+def _table(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    return sources[0]
+
+
+_PACK: dict[str, Callable[[Record, list[torch.Tensor]], torch.Tensor]] = {"matrix": _matrix, "vector": _vector, "table": _table}

@@ -1,0 +1,197 @@
+"""A compiled kernel with its buffers, on a GPU or in the emulator: launch, capture, check, recover."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadsl.build.host import build_library
+from megadsl.build.nvcc import build_cubin
+from megadsl.diagnostics import MegadslError, declare, error
+from megadsl.emulate import Emulator
+from megadsl.resources import include
+from megadsl.runtime.control import ERROR, Control, MegakernelHang, describe_wait, recorded_wait
+from megadsl.runtime.cuda import CudaKernel, check_gpu
+from megadsl.runtime.kv import KvCache, rope_table
+
+ARENA_SIZE = declare(
+    "MK447",
+    "the weights arena has {got} bytes on {device}, the kernel reads {want} on {wanted}",
+    "pack the weights with this kernel's manifest and device",
+)
+DEVICE_UNKNOWN = declare("MK448", "there is no device {device!r}", "choose cuda, cuda:N or cpu")
+
+BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "stamps")  # in the order of mk::Buffers
+
+
+class Snapshot:
+    """A copy of the control block as it is after all launches so far; being copied until :meth:`words` has returned."""
+
+    def __init__(self, control: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if control.is_cuda:
+            self._copy = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
+            self._copy.copy_(control, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._copy = control.clone()
+
+    def words(self) -> list[int]:
+        """The 128 words, as signed integers; waits for the launches before it."""
+        if self._event is not None:
+            self._event.synchronize()
+        words: list[int] = self._copy.tolist()
+        return words
+
+
+class Replay:
+    """Some launches, captured once. ``replay()`` enqueues them again on torch's current stream."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+class Program:
+    """One kernel and the memory it works in.
+
+    ``manifest`` and ``source`` (the text of kernel.cu) are the compiler's; ``weights`` is the packed arena on ``device``
+    ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU. ``timeout_s`` is how long a wait
+    may last on a GPU; ``seed`` orders the emulator's asynchronous copies. ``defines`` are compile-time switches.
+
+    ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
+    Raises MK440 to MK448.
+    """
+
+    def __init__(
+        self,
+        manifest: Mapping[str, Any],
+        source: str,
+        device: str,
+        weights: torch.Tensor,
+        *,
+        cubin: Path | None = None,
+        timeout_s: float = 2.0,
+        seed: int = 0,
+        defines: Mapping[str, str] | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.device = resolve_device(device, manifest["arch"])
+        self.seed = seed
+        self.buffers = self._allocate(weights)
+        self._fill_exchange()
+        self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6))
+        self.logits = self.buffers["logits"].view(torch.float32).view(-1, manifest["vocab"])
+        self.kv = KvCache(manifest, self.buffers["kv"]) if manifest["kv"] else None
+        self._launch = self._loader(source, cubin, dict(defines or {}))
+
+    def launch(self) -> None:
+        """Run one step: on a GPU enqueued on torch's current stream, in the emulator to its end.
+
+        The emulator raises MegakernelHang itself; on a GPU :meth:`check` does.
+        """
+        self._launch()
+
+    def capture(self, launches: int = 1) -> Replay:
+        """``launches`` launches as one CUDA graph; in the emulator, as a plain loop."""
+
+        def run() -> None:
+            for _ in range(launches):
+                self.launch()
+
+        if self.device.type == "cpu":
+            return Replay(run)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+            run()
+        return Replay(graph.replay)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the control block after the launches so far, without waiting for them."""
+        return Snapshot(self.control.words)
+
+    def check(self, snapshot: Snapshot | None = None) -> list[int]:
+        """Wait for the launches so far (or those before ``snapshot``); the control block's 128 words.
+
+        Raises MegakernelHang when one was aborted, after making the program ready for its next launch.
+        """
+        words = (snapshot or self.snapshot()).words()
+        if words[ERROR]:
+            self._recover()
+            raise MegakernelHang([recorded_wait(self.manifest, words)])
+        return words
+
+    def reset(self) -> None:
+        """As after construction, with the same weights: an empty KV cache, epoch 1."""
+        self.buffers["kv"].zero_()
+        self._fill_exchange()
+        self.control.reset()
+
+    def addresses(self) -> dict[str, int]:
+        """The address of each buffer by name; 0 for one of no bytes."""
+        return {name: t.data_ptr() if t.numel() else 0 for name, t in self.buffers.items()}
+
+    def _allocate(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        sizes = self.manifest["buffers"]
+        if weights.numel() * weights.element_size() != sizes["weights"] or weights.device != self.device:
+            got = weights.numel() * weights.element_size()
+            raise error(ARENA_SIZE, got=got, device=weights.device, want=sizes["weights"], wanted=self.device)
+        buffers = {name: torch.zeros(sizes[name], dtype=torch.uint8, device=self.device) for name in BUFFERS if name != "weights"}
+        buffers["weights"] = weights
+        rope = self.manifest["rope"]
+        if rope is not None:
+            table = rope_table(rope["head_dim"], rope["theta"], self.manifest["max_kv"])
+            buffers["rope"].view(torch.float32).copy_(table.flatten())
+        return {name: buffers[name] for name in BUFFERS}
+
+    def _fill_exchange(self) -> None:
+        exchange = self.buffers["exchange"].zero_()
+        for offset, size, value in self.manifest["exchange_fill"]:
+            exchange[offset : offset + size] = value
+
+    def _recover(self) -> None:
+        self._fill_exchange()
+        self.control.clear_error()
+
+    def _loader(self, source: str, cubin: Path | None, defines: dict[str, str]) -> Callable[[], None]:
+        if self.device.type == "cpu":
+            emulator = Emulator(build_library(source, [include()], defines))
+            return lambda: self._emulate(emulator)
+        path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines).path
+        with torch.cuda.device(self.device):
+            kernel = CudaKernel(path, self.manifest, list(self.addresses().values()), self.device)
+
+        def launch() -> None:
+            with torch.cuda.device(self.device):
+                kernel.launch(torch.cuda.current_stream().cuda_stream)
+
+        return launch
+
+    def _emulate(self, emulator: Emulator) -> None:
+        try:
+            report = emulator.launch(self.manifest, self.addresses(), seed=self.seed)
+        except MegadslError:
+            self._recover()
+            raise
+        if report.hangs:
+            self._recover()
+            # the threads of a warp wait together: once is enough
+            raise MegakernelHang(list(dict.fromkeys(describe_wait(self.manifest, vars(hang)) for hang in report.hangs)))
+
+
+def resolve_device(device: str, arch: str) -> torch.device:
+    """The device that ``device`` names: "cpu", "cuda:N", or "cuda" for torch's current one.
+
+    Raises MK448 for another name, MK440 to MK443 for a GPU that cannot run kernels built for ``arch``.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    if re.fullmatch(r"cuda(:\d+)?", device) is None:
+        raise error(DEVICE_UNKNOWN, device=device)
+    chosen = torch.device(device)
+    check_gpu(arch, chosen)
+    return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,52 @@
+"""Where a node comes from: the user's file and line."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).resolve().parent) + os.sep
+_MODELS = _PACKAGE + "_models" + os.sep  # specs shipped in the wheel: users' code, not the compiler's
+
+
+@dataclass(frozen=True)
+class Span:
+    """A place in the user's source. ``line`` and ``column`` count from 1; column 0 means the whole line."""
+
+    file: str
+    line: int
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f":{self.column}" if self.column else "")
+
+    @property
+    def text(self) -> str:
+        """The source line, stripped at the right; empty when the file cannot be read."""
+        return linecache.getline(self.file, self.line).rstrip()
+
+    @property
+    def short(self) -> str:
+        """``file.py:12`` without the folder, stable across checkouts (used in emitted code)."""
+        return f"{Path(self.file).name}:{self.line}"
+
+
+UNKNOWN = Span("<unknown>", 0)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a source file is the compiler's own, not a user's."""
+    return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+
+
+def caller_span() -> Span:
+    """Span of the innermost stack frame outside megadsl itself."""
+    frame = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return UNKNOWN
+        frame = frame.f_back
+    return Span(frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,82 @@
+"""One decode step of the Llama architecture: Llama 3, SmolLM2 and everything else of that shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megadsl as mk
+
+
+@mk.kernel
+def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """Logits and the greedy next token for up to ``tokens`` new tokens. ``cfg`` has the fields of a Hugging Face LlamaConfig."""
+    hidden, inter = cfg.hidden_size, cfg.intermediate_size
+    heads, kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    embed_tokens = mk.weight("model.embed_tokens", (cfg.vocab_size, hidden))
+
+    x = mk.embed(embed_tokens, mk.input_ids(tokens))
+    for layer in mk.layers(cfg.num_hidden_layers):
+        h = mk.rms_norm(x, layer.weight("input_layernorm", hidden), eps=cfg.rms_norm_eps)
+        q, k, v = mk.linear(
+            h,
+            layer.weight("self_attn.q_proj", (heads * head_dim, hidden)),
+            layer.weight("self_attn.k_proj", (kv_heads * head_dim, hidden)),
+            layer.weight("self_attn.v_proj", (kv_heads * head_dim, hidden)),
+        )
+        q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, style=getattr(cfg, "rope_style", "half"))
+        kv = layer.kv_cache(kv_heads, head_dim).append(k, v)
+        a = mk.attention(q, kv, heads=heads)
+        x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, heads * head_dim)))
+        h = mk.rms_norm(x, layer.weight("post_attention_layernorm", hidden), eps=cfg.rms_norm_eps)
+        gate, up = mk.linear(h, layer.weight("mlp.gate_proj", (inter, hidden)), layer.weight("mlp.up_proj", (inter, hidden)))
+        x = x + mk.linear(mk.map("silu(gate) * up", gate=gate, up=up), layer.weight("mlp.down_proj", (hidden, inter)))
+
+    h = mk.rms_norm(x, mk.weight("model.norm", hidden), eps=cfg.rms_norm_eps)
+    lm_head = embed_tokens if cfg.tie_word_embeddings else mk.weight("lm_head", (cfg.vocab_size, hidden))
+    return mk.argmax(mk.linear(h, lm_head, name="lm_head"))
+
+
+def _config(**fields: Any) -> dict[str, Any]:
+    return {"head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, **fields}
+
+
+def _tiny(hidden: int, inter: int, vocab: int, heads: int, kv_heads: int, **fields: Any) -> dict[str, Any]:
+    return _config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inter,
+        **fields,
+    )
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _config(
+        vocab_size=49152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        rope_theta=100000.0,
+    ),
+    # The shape only: the published model also rescales rope frequencies for long contexts, which this spec does not.
+    "llama-3.2-1b": _config(
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        rope_theta=500000.0,
+    ),
+    "llama-tiny": _tiny(hidden=128, inter=192, vocab=512, heads=4, kv_heads=2),
+    # Sizes that no tile divides, and the other head dimension, rope style and head.
+    "llama-tiny-odd": _tiny(hidden=80, inter=176, vocab=1000, heads=3, kv_heads=1),
+    "llama-tiny-wide": _tiny(hidden=176, inter=80, vocab=1000, heads=2, kv_heads=2, head_dim=128, tie_word_embeddings=False),
+    "llama-tiny-interleaved": _tiny(hidden=128, inter=192, vocab=512, heads=2, kv_heads=1, rope_style="interleaved"),
+}
+
+MODELS = {name: (decode_step, config) for name, config in CONFIGS.items()}

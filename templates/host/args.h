@@ -1,0 +1,47 @@
+// What Python hands to an emulated launch, and what it gets back. megadsl/emulate/abi.py mirrors these structures.
+#pragma once
+
+#include "megadsl/base.h"
+
+namespace mk::host {
+
+constexpr u32 kBufferCount = 7;
+
+// Return values of mk_host_run.
+constexpr int kOk = 0;
+constexpr int kHung = 1;    // a deadlock, or the step limit; LaunchResult::hangs says who waited for what
+constexpr int kFault = 2;   // the kernel did something the hardware forbids; LaunchResult::message says what
+constexpr int kBadArgs = 3;
+
+// Sites of hangs that are no mk::wait.
+constexpr u32 kSiteBarrier = 0xffffffffu;  // bar.sync: tile is the barrier's id, in threads: expected, observed (arrived)
+constexpr u32 kSiteCluster = 0xfffffffeu;  // barrier.cluster: in threads: expected, observed (arrived)
+
+struct HangRecord {
+  u32 site, block, warp, lane, layer, tile, expected, observed;
+};
+
+struct LaunchResult {
+  HangRecord* hangs;      // in: room for hang_capacity records
+  u32 hang_capacity;      // in
+  u32 hang_count;         // records written
+  u64 steps;              // times a warp was resumed
+  u64 collectives;        // warp collectives performed
+  u64 parks;              // polls that put a thread to sleep
+  u64 copies;             // asynchronous operations completed
+  u64 fingerprint;        // hash over the whole schedule
+  char message[256];      // of a fault
+};
+
+struct LaunchArgs {
+  void* buffers[kBufferCount];      // in the order of mk::Buffers
+  u64 buffer_bytes[kBufferCount];   // all 0: sizes unknown, global accesses are not checked
+  const u32* shape;
+  u32 shape_words;
+  u32 blocks, threads, cluster, smem_bytes;
+  u64 seed;        // 0: round robin, short copies; else a random schedule
+  u64 step_limit;  // 0: none
+  LaunchResult* result;
+};
+
+}  // namespace mk::host

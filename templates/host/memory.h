@@ -1,0 +1,78 @@
+// Loads and stores, checked for alignment and bounds as the hardware would.
+#pragma once
+
+#include "host/watch.h"
+
+namespace mk::host {
+
+inline __attribute__((noinline, cold)) void fault_shared(const char* p, u32 bytes) {
+  const long offset = static_cast<long>(p - rt.block->arena);
+  fault("shared memory access of %u bytes at offset %ld is misaligned or outside the block's %llu bytes", bytes, offset, rt.smem_bytes);
+}
+
+inline void check_shared(const char* p, u32 bytes, u32 alignment) {
+  const u64 offset = static_cast<u64>(p - rt.block->arena);
+  const bool inside = offset < rt.smem_bytes && bytes <= rt.smem_bytes - offset;
+  if (__builtin_expect((offset % alignment != 0) | !inside, 0)) fault_shared(p, bytes);
+}
+
+inline __attribute__((noinline, cold)) void check_global_slow(u64 address, u64 bytes, u32 alignment) {
+  if (address % alignment != 0) fault("global memory access of %llu bytes at %#llx is misaligned", bytes, address);
+  for (u32 i = 0; i < kBufferCount; ++i) {
+    const u64 base = reinterpret_cast<u64>(rt.args->buffers[i]);
+    const u64 span = rt.args->buffer_bytes[i];
+    if (address - base < span && bytes <= span - (address - base)) {
+      rt.global_base = base;
+      rt.global_span = span;
+      return;
+    }
+  }
+  static const char* const names[kBufferCount] = {"control", "weights", "kv", "exchange", "logits", "rope", "stamps"};
+  u32 nearest = 0;
+  for (u32 i = 1; i < kBufferCount; ++i) {
+    const u64 base = reinterpret_cast<u64>(rt.args->buffers[i]);
+    if (base <= address && base > reinterpret_cast<u64>(rt.args->buffers[nearest])) nearest = i;
+  }
+  fault("global memory access of %llu bytes at %#llx is outside every buffer (%s + %lld of %llu bytes)", bytes, address,
+        names[nearest], static_cast<long long>(address - reinterpret_cast<u64>(rt.args->buffers[nearest])),
+        rt.args->buffer_bytes[nearest]);
+}
+
+inline void check_global(const void* p, u64 bytes, u32 alignment) {
+  const u64 address = reinterpret_cast<u64>(p);
+  const u64 offset = address - rt.global_base;
+  const bool inside = offset < rt.global_span && bytes <= rt.global_span - offset;
+  if (__builtin_expect((address % alignment != 0) | !inside, 0)) check_global_slow(address, bytes, alignment);
+}
+
+template <class V>
+inline V load_shared(const char* p) {
+  check_shared(p, sizeof(V), sizeof(V));
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store_shared(char* p, V v) {
+  check_shared(p, sizeof(V), sizeof(V));
+  std::memcpy(p, &v, sizeof v);
+  changed(p, sizeof(V));
+}
+
+template <class V>
+inline V load_global(const V* p) {
+  check_global(p, sizeof(V), sizeof(V));
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store_global(V* p, V v) {
+  check_global(p, sizeof(V), sizeof(V));
+  std::memcpy(static_cast<void*>(p), &v, sizeof v);
+  changed(p, sizeof(V));
+}
+
+}  // namespace mk::host

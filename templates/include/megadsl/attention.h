@@ -1,0 +1,308 @@
+// Attention over a cached prefix and this step's new tokens, split over blocks along the KV rows.
+//
+// A unit is (KV head, split). Query rows m = (query head in the group) * tokens + token fill m16 tiles; each warp owns one
+// tile and a class of KV chunks, keeps a running maximum (log2 domain) and a row sum, and leaves its part in shared memory;
+// the block adds its warps' parts and publishes one fp32 partial per query row. Readers add the splits in a fixed order.
+//
+// Rows older than this launch come through the ring, 16 rows (K and V, already in fragment order) at a time. This step's
+// own k and v come by exchange to the unit with the last split, which also appends them to the cache: it is the only reader
+// of the chunk they go to, so the append needs no fence against the bulk copy.
+#pragma once
+#include "megadsl/block.h"
+
+namespace mk {
+
+struct AttentionShape {
+  i32 kv;            // KV arena of this cache, in 16-byte units
+  i32 layer_stride;
+  i32 head_stride;
+  i32 kv_heads;
+  i32 splits;
+  i32 q_begin;       // features of the q value where the queries begin; likewise keys and values
+  i32 k_begin;
+  i32 v_begin;
+  i32 scale_log2;    // fp32 bits of scale * log2(e)
+  i32 scratch;       // shared memory: warps' parts
+  i32 queries;       // shared memory: query tiles
+  i32 fresh;         // shared memory: this step's K and V as one cache chunk
+  i32 rows;          // query rows per KV head
+  i32 max_rows;      // capacity of the cache
+};
+
+template <u32 kHeadDim_, class B>
+struct AttentionTiling {
+  static constexpr u32 kHeadDim = kHeadDim_;
+  static constexpr u32 kPanels = kHeadDim / kPanel;
+  static constexpr u32 kChunkBytes = kChunkRows * kHeadDim * 2 * 2;
+  static constexpr u32 kKeyBytes = kChunkBytes / 2;
+  static constexpr u32 kVectors = kHeadDim / 4 + 1;  // fp32 vectors per query row of a partial: D values, then {max, sum}
+  static constexpr u32 kPartFloats = kHeadDim + 4;
+};
+
+constexpr float kNoMaximum = -1.0e30f;  // finite, so that tag bits cannot turn it into a NaN
+
+struct Unit {
+  u32 head, split;
+  u32 begin, end;  // chunks of rows older than this launch
+  bool fresh;      // also takes this step's rows
+};
+
+// Splits differ by one chunk at most; loader and consumers call it alike.
+MK_DEV Unit attention_unit(u32 splits, u32 unit, u32 kv_len) {
+  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows);
+  return {head, split, chunks * split / splits, chunks * (split + 1) / splits, split + 1 == splits};
+}
+
+MK_DEV char* cache_chunk(const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 chunk, u32 chunk_bytes) {
+  const size_t at = size_t(u32(s.kv)) + size_t(u32(s.layer_stride)) * layer + size_t(u32(s.head_stride)) * head;
+  return buffers.kv + at * 16 + size_t(chunk) * chunk_bytes;
+}
+
+// m16 tiles that one pass over the KV rows serves: one per warp.
+MK_DEV u32 attention_passes(const AttentionShape& s, u32 warps) { return ceil_div(ceil_div(u32(s.rows), 16), warps); }
+
+// Which V words of a chunk hold rows that exist: rows 2q and 2q + 1 of a half, `rows` exist in all.
+MK_DEV u32 row_mask(u32 half, u32 q, u32 rows) {
+  const u32 row = half * 8 + 2 * q;
+  return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u);
+}
+
+// One warp's running softmax for 16 query rows: lane (g, q) holds rows g and g + 8.
+template <class T>
+struct Softmax {
+  float maximum[2] = {kNoMaximum, kNoMaximum};
+  float sum[2] = {0.0f, 0.0f};
+  float out[T::kHeadDim / 8][4] = {};
+  u32x4 query[T::kPanels][2];
+
+  MK_DEV void load_queries(smem_ptr<char> tile, u32 lane) {
+    const u32 g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (u32 p = 0; p < T::kPanels; ++p)
+#pragma unroll
+      for (u32 h = 0; h < 2; ++h) query[p][h] = ptx::ld_shared<u32x4>(tile.template at<u32x4>((p * 16 + g + 8 * h) * 64 + q * 16));
+  }
+
+  // Scores of 16 rows: score[half][i] belongs to query row g + 8 * (i / 2), KV row half * 8 + 2q + i % 2.
+  MK_DEV void scores(smem_ptr<char> keys, u32 lane, float (&score)[2][4]) const {
+    const u32 g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+      for (u32 p = 0; p < T::kPanels; ++p) {
+        const u32x4 k = ptx::ld_shared<u32x4>(keys.template at<u32x4>(((half * T::kPanels + p) * 8 + g) * 64 + q * 16));
+        ptx::mma_m16n8k16(score[half], query[p][0].x, query[p][1].x, query[p][0].y, query[p][1].y, k.x, k.y);
+        ptx::mma_m16n8k16(score[half], query[p][0].z, query[p][1].z, query[p][0].w, query[p][1].w, k.z, k.w);
+      }
+  }
+
+  // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row g + 8r attends to row i of the chunk.
+  MK_DEV void take(smem_ptr<char> chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
+    const u32 g = lane / 4, q = lane % 4;
+    float score[2][4] = {};
+    scores(chunk, lane, score);
+    u32 p[2][2];
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r) {
+      float top = kNoMaximum;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+          float& s = score[half][2 * r + e];
+          s = (seen[r] >> (half * 8 + 2 * q + e) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+          top = math::max(top, s);
+        }
+      top = math::max(top, ptx::shfl_xor(top, 1));
+      top = math::max(top, ptx::shfl_xor(top, 2));
+      const float before = maximum[r];
+      maximum[r] = math::max(before, top);
+      const float fade = ptx::exp2_approx(before - maximum[r]);
+      float added = 0.0f;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        float w[2];
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+          const float s = score[half][2 * r + e];
+          w[e] = s == kNoMaximum ? 0.0f : ptx::exp2_approx(s - maximum[r]);
+          added += w[e];
+        }
+        p[half][r] = ptx::pack_bf16(w[0], w[1]);
+      }
+      added += ptx::shfl_xor(added, 1);
+      added += ptx::shfl_xor(added, 2);
+      sum[r] = sum[r] * fade + added;
+#pragma unroll
+      for (u32 n = 0; n < T::kHeadDim / 8; ++n) out[n][2 * r] *= fade, out[n][2 * r + 1] *= fade;
+    }
+    // Rows that do not exist hold anything, NaN included, and 0 * NaN would spoil the sum.
+    const u32 keep0 = row_mask(0, q, rows), keep1 = row_mask(1, q, rows);
+#pragma unroll
+    for (u32 pair = 0; pair < T::kHeadDim / 16; ++pair) {
+      const u32x4 v = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(T::kKeyBytes + ((pair * 8 + g) * 4 + q) * 16));
+      ptx::mma_m16n8k16(out[2 * pair], p[0][0], p[0][1], p[1][0], p[1][1], v.x & keep0, v.y & keep1);
+      ptx::mma_m16n8k16(out[2 * pair + 1], p[0][0], p[0][1], p[1][0], p[1][1], v.z & keep0, v.w & keep1);
+    }
+  }
+
+  // Leaves {out, maximum, sum} of the rows that exist in this warp's part of the scratch: [row][D + 4] fp32.
+  MK_DEV void leave(smem_ptr<float> part, u32 lane, u32 rows) const {
+    const u32 g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (u32 r = 0; r < 2; ++r) {
+      if (g + 8 * r >= rows) continue;
+      const smem_ptr<float> row = part + (g + 8 * r) * T::kPartFloats;
+#pragma unroll
+      for (u32 n = 0; n < T::kHeadDim / 8; ++n) {
+        ptx::st_shared<float>(row + (n * 8 + 2 * q), out[n][2 * r]);
+        ptx::st_shared<float>(row + (n * 8 + 2 * q + 1), out[n][2 * r + 1]);
+      }
+      if (q == 0) ptx::st_shared<float>(row + T::kHeadDim, maximum[r]), ptx::st_shared<float>(row + (T::kHeadDim + 1), sum[r]);
+    }
+  }
+};
+
+// Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
+template <class Wire, class T, class B>
+MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
+  constexpr u32 kTokens = B::kTokens;
+  const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
+  const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
+  const Round round = exchange_round(block.buffers, e, sequence);
+  const auto query_offset = [](u32 row, u32 dim) { return (((row / 16) * T::kPanels + dim / kPanel) * 16 + row % 16) * 64 + (dim % kPanel) * 2; };
+#pragma unroll 1
+  for (u32 i = block.thread; i < (padded - rows) * T::kHeadDim; i += B::kThreads)
+    ptx::st_shared<u16>(queries.template at<u16>(query_offset(rows + i / T::kHeadDim, i % T::kHeadDim)), u16(0));
+  if (unit.fresh)
+#pragma unroll 1
+    for (u32 i = block.thread; i < (kChunkRows - kTokens) * T::kHeadDim; i += B::kThreads) {
+      const u32 row = kTokens + i / T::kHeadDim, dim = i % T::kHeadDim;
+      ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(row, dim)), u16(0));
+      ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(row, dim)), u16(0));
+    }
+  // Queries, keys, values: one loop, so that the polling code exists once.
+#pragma unroll 1
+  for (u32 what = 0; what < (unit.fresh ? 3u : 1u); ++what) {
+    const u32 features = what == 0 ? head_rows * T::kHeadDim : T::kHeadDim;
+    const u32 begin = u32(what == 0 ? s.q_begin : what == 1 ? s.k_begin : s.v_begin) + unit.head * features;
+    gather_features<Wire, kTokens, 2>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
+                                      [&](u32 feature, u32 token, u16 bits) {
+                                        const u32 head = (feature - begin) / T::kHeadDim, dim = (feature - begin) % T::kHeadDim;
+                                        const smem_ptr<char> into = what == 0 ? queries : fresh;
+                                        const u32 at = what == 0   ? query_offset(head * kTokens + token, dim)
+                                                       : what == 1 ? key_offset<T::kHeadDim>(token, dim)
+                                                                   : T::kKeyBytes + value_offset(token, dim);
+                                        ptx::st_shared<u16>(into.template at<u16>(at), bits);
+                                      });
+  }
+}
+
+// Writes this step's rows behind the cached ones. Bulk copies of that chunk have landed: every warp has waited for them.
+template <class T, class B>
+MK_DEV void append_rows(const B& block, const AttentionShape& s, const Step& step, u32 layer, u32 head) {
+  if (given_up(block.cx)) return;  // what was gathered may be garbage
+  const smem_ptr<char> fresh = block.template at<char>(s.fresh);
+#pragma unroll 1
+  for (u32 i = block.thread; i < step.tokens * T::kHeadDim; i += B::kThreads) {
+    const u32 token = i / T::kHeadDim, dim = i % T::kHeadDim, row = step.kv_len + token;
+    if (row >= u32(s.max_rows)) continue;
+    char* chunk = cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes);
+    const u32 r = row % kChunkRows;
+    ptx::st_global<u16>(reinterpret_cast<u16*>(chunk + key_offset<T::kHeadDim>(r, dim)),
+                        ptx::ld_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(token, dim))));
+    ptx::st_global<u16>(reinterpret_cast<u16*>(chunk + T::kKeyBytes + value_offset(r, dim)),
+                        ptx::ld_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, dim))));
+  }
+}
+
+// Adds the parts that the warps of one query tile left and publishes the unit's partial rows.
+template <class Wire, class T, class B>
+MK_DEV void publish_unit(const B& block, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 first_tile,
+                         u32 tiles, u32 classes, u32 part_rows) {
+  const Round round = exchange_round(block.buffers, e, sequence);
+  const u32 rows = u32(s.rows), first_row = first_tile * 16, count = min_u32(tiles * 16, rows - first_row);
+#pragma unroll 1
+  for (u32 i = block.thread; i < count * T::kVectors; i += B::kThreads) {
+    const u32 row = i / T::kVectors, vector = i % T::kVectors;
+    const auto part = [&](u32 c) {
+      return block.template at<float>(s.scratch) + ((c * tiles + row / 16) * part_rows + row % 16) * T::kPartFloats;
+    };
+    float top = kNoMaximum, sum = 0.0f, v[4] = {};
+#pragma unroll 1
+    for (u32 c = 0; c < classes; ++c) top = math::max(top, ptx::ld_shared<float>(part(c) + T::kHeadDim));
+#pragma unroll 1
+    for (u32 c = 0; c < classes; ++c) {
+      const float weight = ptx::exp2_approx(ptx::ld_shared<float>(part(c) + T::kHeadDim) - top);
+      sum += weight * ptx::ld_shared<float>(part(c) + (T::kHeadDim + 1));
+      if (vector + 1 == T::kVectors) continue;
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) v[j] += weight * ptx::ld_shared<float>(part(c) + (vector * 4 + j));
+    }
+    if (vector + 1 == T::kVectors) v[0] = top, v[1] = sum;
+    const u32 index = unit * u32(e.vectors) + (first_row + row) * T::kVectors + vector;
+    ptx::st_relaxed(round.vectors + index, Wire::pack_f32(v, sequence));
+    if (Wire::kResets) {
+      const Round ahead = exchange_round(block.buffers, e, sequence + u32(e.slots) / 2);
+      ptx::st_relaxed(ahead.vectors + index, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    }
+  }
+}
+
+// Consumer side of attention for all units of this block.
+template <class QkvWire, class PartWire, class T, class B, class R>
+MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
+                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
+  constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
+  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+#pragma unroll 1
+  for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
+    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    gather_unit<QkvWire, T>(block, gather_site, s, qkv, qkv_sequence, unit);
+    block.sync();
+#pragma unroll 1
+    for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
+      const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), classes = B::kWarps / tiles;
+      const u32 tile = block.warp % tiles, mine = block.warp / tiles;
+      const bool active = mine < classes;
+      const u32 row0 = (first_tile + tile) * 16 + block.lane / 4;
+      Softmax<T> state;
+      state.load_queries(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane);
+      // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
+#pragma unroll 1
+      for (u32 chunk = unit.begin; chunk < unit.end + (unit.fresh ? 1u : 0u); chunk += kPerStage) {
+        const bool cached = chunk < unit.end;
+        const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, chunk) : block.template at<char>(s.fresh);
+        const u32 count = cached ? min_u32(kPerStage, unit.end - chunk) : 1;
+#pragma unroll 1
+        for (u32 i = 0; active && i < count; ++i) {
+          if ((chunk + i - unit.begin) % classes != mine) continue;
+          u32 rows = step.tokens, seen[2];
+          if (cached) rows = min_u32(kChunkRows, step.kv_len - (chunk + i) * kChunkRows);
+#pragma unroll
+          for (u32 r = 0; r < 2; ++r) {
+            seen[r] = (1u << rows) - 1;
+            if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+          }
+          state.take(from.template at<char>(i * T::kChunkBytes), block.lane, scale_log2, seen, rows);
+        }
+        if (cached) reader.release();
+        if (cached && chunk + kPerStage > unit.end) chunk = unit.end - kPerStage;  // the step's own chunk follows the last one
+      }
+      if (active) {
+        const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
+        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane, rows);
+      }
+      block.sync();
+      publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
+      block.sync();
+    }
+    if (PartWire::kFlagged && block.thread == 0)
+      ptx::st_release(exchange_round(block.buffers, parts, parts_sequence).flags + u * kFlagStride, parts_sequence);
+    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
+    block.sync();
+  }
+}
+
+}  // namespace mk

@@ -1,0 +1,82 @@
+// Words that every header shares: integer and vector types, function markers, and the structures that the host fills
+// before a launch. Layouts here are read by Python (runtime and emulate): change both or neither.
+#pragma once
+
+#if defined(MK_HOST)
+#include <cstddef>
+#include <cstdint>
+#define __global__
+#define __device__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define MK_DEV inline
+#define MK_PTX inline __attribute__((always_inline))  // a fiber switch inside a called function would make its return mispredict
+#define MK_NOINLINE __attribute__((noinline))
+#else
+#define MK_DEV __device__ __forceinline__
+#define MK_PTX MK_DEV
+#define MK_NOINLINE __device__ __noinline__
+#endif
+
+namespace mk {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+using u64 = unsigned long long;
+
+struct alignas(8) u32x2 {
+  u32 x, y;
+};
+
+struct alignas(16) u32x4 {
+  u32 x, y, z, w;
+};
+
+constexpr u32 kWarpSize = 32;
+constexpr u32 kMaxTokens = 16;
+
+// What a wait is waiting for; written to the error record when the wait gives up.
+struct WaitInfo {
+  u32 site, layer, tile, expected, observed;
+};
+
+// Values of Control::error. The record is complete only at kErrorRecorded; the word is sticky until the host clears it.
+constexpr u32 kErrorNone = 0;
+constexpr u32 kErrorWriting = 1;
+constexpr u32 kErrorRecorded = 2;
+
+// Bit of Control::flags: after the step, feed its last new token as the next step's input.
+constexpr u32 kFlagAdvance = 1;
+
+struct ErrorRecord {
+  u32 site, block, warp, layer, tile, expected, observed, spare;
+};
+
+// State of one kernel instance in device memory, 512 bytes. token_ids, positions, ancestors and next_ids have one entry
+// per new token; bit j of ancestors[i] says that new token i attends to new token j (its own bit included).
+struct alignas(16) Control {
+  u32 error, epoch, kv_len, n_tokens, flags, timeout_us, steps, abort;
+  u32 token_ids[kMaxTokens];
+  u32 positions[kMaxTokens];
+  u32 ancestors[kMaxTokens];
+  u32 next_ids[kMaxTokens];
+  ErrorRecord record;
+  u32 reserved[48];
+};
+static_assert(sizeof(Control) == 512, "Control is 128 words");
+
+// Kernel argument: base addresses in device memory (host memory when emulated).
+struct Buffers {
+  Control* control;
+  const char* weights;
+  char* kv;
+  char* exchange;
+  float* logits;
+  const float* rope;
+  u64* stamps;
+};
+static_assert(sizeof(Buffers) == 7 * 8, "Buffers is seven pointers");
+
+}  // namespace mk

@@ -1,0 +1,68 @@
+// The consumer warps of a block as one unit: their threads, their barrier, their shared-memory areas.
+#pragma once
+#include "megadsl/exchange.h"
+#include "megadsl/math.h"
+#include "megadsl/ring.h"
+
+namespace mk {
+
+// This launch's run-time inputs, read once: after the first exchange, block 0 may already be writing the next step's.
+struct Step {
+  u32 epoch;
+  u32 kv_len;
+  u32 tokens;
+};
+
+// Shared-memory areas of the consumer role, as byte offsets from the start of dynamic shared memory.
+struct SmemShape {
+  i32 activations;  // the current op's input, [panel][token][32] bf16
+  i32 second;       // a second gathered operand of a prologue
+  i32 partials;     // per warp fp32 partial sums, two batches
+  i32 staged;       // bf16 results on their way out, [feature][token]
+  i32 kept;         // own rows of an epilogue's other operand, [feature][token] bf16
+  i32 scalars;      // row reductions and the winners of argmax
+};
+
+template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_>
+struct Block {
+  static constexpr u32 kTokens = kTokens_;
+  static constexpr u32 kWarps = kWarps_;
+  static constexpr u32 kThreads = kWarps * 32;
+  static constexpr u32 kBarrier = 1;  // named barrier 0 belongs to the whole block
+
+  const Context& cx;
+  const Buffers& buffers;
+  smem_ptr<char> smem;
+  u32 thread;
+  u32 warp;
+  u32 lane;
+
+  MK_DEV Block(const Context& context, const Buffers& b)
+      : cx(context), buffers(b), smem(ptx::smem_base()), thread(ptx::thread_id() - kFirstWarp_ * 32),
+        warp(ptx::warp_id() - kFirstWarp_), lane(ptx::lane_id()) {}
+
+  // Every consumer warp arrives, also after the launch was given up: waits then fall through, so partners always come.
+  MK_DEV void sync() const { ptx::bar_sync(kBarrier, kThreads); }
+
+  template <class T>
+  MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }
+};
+
+// Publishes what all threads of the block have staged.
+template <class Wire, class B>
+MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<u16> staged) {
+  if (lost_signal(site)) return;
+  publish_share<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, B::kThreads, [&] { block.sync(); });
+}
+
+// Eight consecutive bf16 as fp32, and back.
+MK_DEV void unpack8(u32x4 x, float (&v)[8]) {
+  const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) v[2 * i] = ptx::bf16_lo(w[i]), v[2 * i + 1] = ptx::bf16_hi(w[i]);
+}
+MK_DEV u32x4 pack8(const float (&v)[8]) {
+  return {ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7])};
+}
+
+}  // namespace mk

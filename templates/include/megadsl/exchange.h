@@ -1,0 +1,219 @@
+// Exchanges: how blocks hand activations to each other through L2.
+//
+// A value's features are shared out in groups. Each block writes what it owns as a fixed number of 16-byte vectors
+// (`vectors`, the same for every block, so that an idle block takes part too: that is what makes slot reuse provable).
+// Inside a block the order is [feature][token]. Slots rotate with the value's own sequence number.
+//
+// A wire format says how vectors travel:
+//   Tagged    7 bf16 and the low 16 bits of the sequence number; a vector is its own flag, nothing is ever reset.
+//   Sentinel  8 bf16; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
+//   Flag      8 bf16, plain; one release store per block, acquired by each reader before it loads.
+// The first two need no fence: a fence waits for every bulk load the SM has in flight.
+#pragma once
+#include "megadsl/layout.h"
+#include "megadsl/wait.h"
+
+namespace mk {
+
+// One exchange, as data. Offsets in 16-byte units from the start of the exchange arena.
+struct ExchangeShape {
+  i32 offset;       // first vector of slot 0
+  i32 slot_stride;  // vectors per slot
+  i32 slots;        // a power of two
+  i32 vectors;      // per block (or per unit)
+  i32 groups;       // feature groups that are shared out over the blocks
+  i32 group_features;  // 8, or 4 where an epilogue folds two rows into one feature
+  i32 share_offset;
+  i32 flags;        // first flag word's 16-byte unit (Flag only)
+};
+
+// The vectors of one round of an exchange.
+struct Round {
+  u32x4* vectors;
+  u32* flags;      // one per block, 64 bytes apart
+  u32 sequence;
+};
+
+MK_DEV Round exchange_round(const Buffers& buffers, const ExchangeShape& e, u32 sequence) {
+  u32x4* arena = reinterpret_cast<u32x4*>(buffers.exchange);
+  const u32 slot = sequence & u32(e.slots - 1);
+  return {arena + e.offset + size_t(slot) * u32(e.slot_stride), reinterpret_cast<u32*>(arena + e.flags), sequence};
+}
+
+constexpr u32 kFlagStride = 16;      // words between two blocks' flags
+constexpr u32 kEmptyWord = ~0u;      // Sentinel's "not yet"
+constexpr u32 kCanonicalNan = 0x7fffu;
+
+struct Tagged {
+  static constexpr u32 kValues = 7;
+  static constexpr bool kResets = false;
+  static constexpr bool kFlagged = false;
+  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32 sequence) {
+    return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | sequence << 16};
+  }
+  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) {
+    v[0] = u16(x.x), v[1] = u16(x.x >> 16), v[2] = u16(x.y), v[3] = u16(x.y >> 16);
+    v[4] = u16(x.z), v[5] = u16(x.z >> 16), v[6] = u16(x.w);
+  }
+  MK_DEV static u32 tag(u32x4 x) { return x.w >> 16; }
+  MK_DEV static bool ready(u32x4 x, u32 sequence) { return tag(x) == (sequence & 0xffffu); }
+
+  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error at most 2^-20).
+  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32 sequence) {
+    u32x4 x;
+    x.x = (ptx::float_bits(v[0]) & ~15u) | (sequence & 15u);
+    x.y = (ptx::float_bits(v[1]) & ~15u) | (sequence >> 4 & 15u);
+    x.z = (ptx::float_bits(v[2]) & ~15u) | (sequence >> 8 & 15u);
+    x.w = (ptx::float_bits(v[3]) & ~15u) | (sequence >> 12 & 15u);
+    return x;
+  }
+  MK_DEV static u32 tag_f32(u32x4 x) { return (x.x & 15u) | (x.y & 15u) << 4 | (x.z & 15u) << 8 | (x.w & 15u) << 12; }
+  MK_DEV static bool ready_f32(u32x4 x, u32 sequence) { return tag_f32(x) == (sequence & 0xffffu); }
+  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word & ~15u); }
+};
+
+struct Sentinel {
+  static constexpr u32 kValues = 8;
+  static constexpr bool kResets = true;
+  static constexpr bool kFlagged = false;
+  MK_DEV static u32 safe(u16 v) { return v == 0xffffu ? kCanonicalNan : v; }
+  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32) {
+    return {safe(v[0]) | safe(v[1]) << 16, safe(v[2]) | safe(v[3]) << 16, safe(v[4]) | safe(v[5]) << 16, safe(v[6]) | safe(v[7]) << 16};
+  }
+  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) {
+    const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[2 * i] = u16(w[i]), v[2 * i + 1] = u16(w[i] >> 16);
+  }
+  // Bits are compared, never floats: a flushed subnormal would look like another value.
+  MK_DEV static bool ready(u32x4 x, u32) { return x.x != kEmptyWord && x.y != kEmptyWord && x.z != kEmptyWord && x.w != kEmptyWord; }
+  MK_DEV static u32 tag(u32x4 x) { return x.w; }
+
+  MK_DEV static u32 safe_f32(float v) { return ptx::float_bits(v) == kEmptyWord ? 0x7fffffffu : ptx::float_bits(v); }
+  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32) { return {safe_f32(v[0]), safe_f32(v[1]), safe_f32(v[2]), safe_f32(v[3])}; }
+  MK_DEV static bool ready_f32(u32x4 x, u32 s) { return ready(x, s); }
+  MK_DEV static u32 tag_f32(u32x4 x) { return x.w; }
+  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
+};
+
+struct Flag {
+  static constexpr u32 kValues = 8;
+  static constexpr bool kResets = false;
+  static constexpr bool kFlagged = true;
+  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32) {
+    return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | u32(v[7]) << 16};
+  }
+  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) { Sentinel::unpack(x, v); }
+  MK_DEV static bool ready(u32x4, u32) { return true; }
+  MK_DEV static u32 tag(u32x4) { return 0; }
+  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32) {
+    return {ptx::float_bits(v[0]), ptx::float_bits(v[1]), ptx::float_bits(v[2]), ptx::float_bits(v[3])};
+  }
+  MK_DEV static bool ready_f32(u32x4, u32) { return true; }
+  MK_DEV static u32 tag_f32(u32x4) { return 0; }
+  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
+};
+
+// Polls vectors [first, first + count) of a round with `threads` threads, kInFlight loads each under way, and gives each
+// vector once to `sink(index, vector)`. `ready(vector, observed)` says whether it has arrived. `per_owner` vectors share a flag.
+// A thread's vectors all arrive before the first is handed on: then the sink is compiled once, in a loop that shifts them
+// through registers, and the hot code stays small.
+template <class Wire, u32 kInFlight, class Ready, class Sink>
+MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 first, u32 count, u32 per_owner, u32 thread,
+                         u32 threads, Ready ready, Sink sink) {
+#pragma unroll 1
+  for (u32 base = thread; base < count; base += threads * kInFlight) {
+    u32 pending = 0;
+#pragma unroll
+    for (u32 i = 0; i < kInFlight; ++i)
+      if (base + i * threads < count) pending |= 1u << i;
+    const u32 wanted = pending;
+    u32x4 v[kInFlight] = {};
+    wait(cx, site, first + base, round.sequence, [&](u32& observed) {
+      if (Wire::kFlagged) {
+#pragma unroll
+        for (u32 i = 0; i < kInFlight; ++i) {
+          if (!(pending >> i & 1)) continue;
+          observed = ptx::ld_acquire(round.flags + (first + base + i * threads) / per_owner * kFlagStride);
+          if (observed != round.sequence) return false;
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < kInFlight; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + first + base + i * threads);
+#pragma unroll
+      for (u32 i = 0; i < kInFlight; ++i)
+        if ((pending >> i & 1) && ready(v[i], observed)) pending &= ~(1u << i);
+      return pending == 0;
+    });
+#pragma unroll 1
+    for (u32 i = 0; wanted >> i; ++i) {
+      sink(first + base + i * threads, v[0]);
+#pragma unroll
+      for (u32 j = 1; j < kInFlight; ++j) v[j - 1] = v[j];
+    }
+  }
+}
+
+// Gathers the features [begin, end) of a bf16 value, all tokens: `sink(feature, token, bits)` once for each.
+// Polls whole blocks' shares; a share's features outside the range are dropped here.
+template <class Wire, u32 kTokens, u32 kInFlight, class Sink>
+MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, u32 begin, u32 end,
+                            u32 thread, u32 threads, Sink sink) {
+  if (begin >= end) return;
+  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset);
+  const Divisor vectors(u32(e.vectors));
+  const bool all = begin == 0 && end + width > groups * width;  // then idle blocks are waited for as well
+  const u32 from = all ? 0 : share_owner(groups, cx.blocks, offset, begin / width);
+  const u32 to = all ? cx.blocks.value : share_owner(groups, cx.blocks, offset, (end - 1) / width) + 1;
+  poll_vectors<Wire, kInFlight>(
+      cx, site, round, from * vectors.value, (to - from) * vectors.value, vectors.value, thread, threads,
+      [&](u32x4 v, u32& observed) {
+        if (!Wire::kFlagged) observed = Wire::tag(v);
+        return Wire::ready(v, round.sequence);
+      },
+      [&](u32 index, u32x4 v) {
+        const u32 block = vectors.divide(index), first_value = (index - block * vectors.value) * Wire::kValues;
+        const u32 feature0 = share_begin(groups, cx.blocks, offset, block) * width;
+        const u32 owned_end = min_u32(share_begin(groups, cx.blocks, offset, block + 1) * width, end);
+        const u32 low = max_u32(begin, feature0), wanted = owned_end > low ? owned_end - low : 0;
+        u16 bits[Wire::kValues];
+        Wire::unpack(v, bits);
+#pragma unroll
+        for (u32 j = 0; j < Wire::kValues; ++j) {
+          const u32 feature = feature0 + (first_value + j) / kTokens, token = (first_value + j) % kTokens;
+          if (feature - low < wanted) sink(feature, token, bits[j]);
+        }
+      });
+}
+
+// Publishes this block's share of a value, staged as bf16 in [feature][token] order. All consumer threads call it, behind a
+// consumer barrier after the last staged write; `barrier()` is that barrier again (Flag needs one before its flag).
+template <class Wire, u32 kTokens, class Barrier>
+MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<u16> staged,
+                          u32 thread, u32 threads, Barrier barrier) {
+  const Round round = exchange_round(buffers, e, sequence);
+  const u32 groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors), first = cx.block * vectors;
+  const u32 owned = share_begin(groups, cx.blocks, offset, cx.block + 1) - share_begin(groups, cx.blocks, offset, cx.block);
+  const u32 count = owned * u32(e.group_features) * kTokens;
+#pragma unroll 1
+  for (u32 i = thread; i < vectors; i += threads) {
+    u16 bits[Wire::kValues];
+#pragma unroll
+    for (u32 j = 0; j < Wire::kValues; ++j) {
+      const u32 at = i * Wire::kValues + j;
+      bits[j] = at < count ? ptx::ld_shared<u16>(staged + at) : u16(0);
+    }
+    ptx::st_relaxed(round.vectors + first + i, Wire::pack(bits, sequence));
+    if (Wire::kResets) {
+      const Round ahead = exchange_round(buffers, e, sequence + u32(e.slots) / 2);
+      ptx::st_relaxed(ahead.vectors + first + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    }
+  }
+  if (Wire::kFlagged) {
+    barrier();
+    if (thread == 0) ptx::st_release(round.flags + cx.block * kFlagStride, sequence);
+  }
+}
+
+}  // namespace mk

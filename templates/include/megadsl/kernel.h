@@ -1,0 +1,54 @@
+// Everything a generated kernel uses, and how a block enters and leaves it.
+#pragma once
+#include "megadsl/embed.h"
+#include "megadsl/merge.h"
+#include "megadsl/prologue.h"
+#include "megadsl/rope.h"
+#include "megadsl/sample.h"
+#include "megadsl/stamp.h"
+#include "megadsl/tape.h"
+
+namespace mk {
+
+// One ring, as data: byte offsets in shared memory (tape: its loader's entries) and the bytes that may be in flight.
+struct RingShape {
+  i32 stages;
+  i32 barriers;
+  i32 tape;
+  i32 window;
+};
+
+// What belongs to the launch rather than to an op.
+struct StepShape {
+  i32 layers;
+  i32 angles;      // shared memory: this launch's rotary angles
+  i32 angle_rows;  // rows of the table in memory
+  i32 abort_word;  // shared memory
+  i32 gates;       // shared memory: one word per op whose loads wait for the op to begin
+  i32 stamps;      // stamps per block and layer
+};
+
+// Rows of a linear that are rotated: [begin, end).
+struct RopeShape {
+  i32 begin;
+  i32 end;
+};
+
+// Loads that must not run ahead wait here: the consumers open an op's gate for a layer when they reach it.
+MK_DEV void open_gate(smem_ptr<u32> gate, u32 thread, u32 layer) {
+  if (thread == 0) ptx::st_shared_volatile(gate, layer + 1);
+}
+// False when an earlier launch left an error: queued replays then return at once, whatever they were to do.
+MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.control->error) == kErrorNone; }
+
+MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word) {
+  const u64 deadline = ptx::globaltimer() + u64(ptx::ld_global<u32>(&buffers.control->timeout_us)) * 1000;
+  return {buffers.control, abort_word, ptx::block_id(), Divisor(ptx::num_blocks()), deadline, 0};
+}
+
+MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {
+  const Control* c = buffers.control;
+  return {ptx::ld_global<u32>(&c->epoch), ptx::ld_global<u32>(&c->kv_len), min_u32(ptx::ld_global<u32>(&c->n_tokens), max_tokens)};
+}
+
+}  // namespace mk

@@ -1,0 +1,102 @@
+// From exchanges to the mma operand: gather a linear's inputs, reduce rows, apply the prologue in place.
+#pragma once
+#include "megadsl/block.h"
+
+namespace mk {
+
+// Gathers all features of a value into an activation buffer, columns past the value's features as zeros.
+template <class Wire, class B>
+MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
+                         smem_ptr<char> into) {
+  constexpr u32 kTokens = B::kTokens;
+  const u32 pad = columns - features;
+#pragma unroll 1
+  for (u32 i = block.thread; i < pad * kTokens; i += B::kThreads)
+    ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(features + i / kTokens, i % kTokens)), u16(0));
+  gather_features<Wire, kTokens, 4>(block.cx, site, e, exchange_round(block.buffers, e, sequence), begin, begin + features,
+                                    block.thread, B::kThreads, [&](u32 feature, u32 token, u16 bits) {
+                                      ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token)), bits);
+                                    });
+}
+
+// Gathers the rows of another value that this block's own results are combined with (a residual).
+template <class Wire, class B>
+MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 value_begin, u32 begin, u32 end,
+                        smem_ptr<u16> into) {
+  gather_features<Wire, B::kTokens, 2>(block.cx, site, e, exchange_round(block.buffers, e, sequence), value_begin + begin,
+                                       value_begin + end, block.thread, B::kThreads, [&](u32 feature, u32 token, u16 bits) {
+                                         ptx::st_shared<u16>(into + ((feature - value_begin - begin) * B::kTokens + token), bits);
+                                       });
+}
+
+// How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.
+template <class B>
+struct RowShare {
+  static constexpr u32 kTokensAtOnce = B::kTokens < B::kWarps ? B::kTokens : B::kWarps;
+  static constexpr u32 kPerToken = B::kWarps / kTokensAtOnce;
+};
+
+enum class RowOp { kSum, kMax };
+
+// Per-warp parts of one row reduction into `parts` [token][RowShare::kPerToken] fp32. `load(offset, column, values)` gives
+// the operand's eight values at an activation offset. Columns from `columns` on do not count. Needs a sync() before reads.
+template <RowOp kOp, class B, class Load>
+MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load load) {
+  using Share = RowShare<B>;
+  const u32 part = block.warp / Share::kTokensAtOnce;
+  if (part >= Share::kPerToken) return;
+#pragma unroll 1
+  for (u32 token = block.warp % Share::kTokensAtOnce; token < B::kTokens; token += Share::kTokensAtOnce) {
+    float total = kOp == RowOp::kSum ? 0.0f : -INFINITY;
+#pragma unroll 1
+    for (u32 column = (part * 32 + block.lane) * 8; column < columns; column += Share::kPerToken * 256) {
+      float v[8];
+      load(activation_offset<B::kTokens>(column, token), column, v);
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        if (column + i >= columns) continue;
+        total = kOp == RowOp::kSum ? total + v[i] : math::max(total, v[i]);
+      }
+    }
+#pragma unroll
+    for (u32 mask = 16; mask != 0; mask /= 2) {
+      const float other = ptx::shfl_xor(total, mask);
+      total = kOp == RowOp::kSum ? total + other : math::max(total, other);
+    }
+    if (block.lane == 0) ptx::st_shared<float>(parts + (token * Share::kPerToken + part), total);
+  }
+}
+
+// The finished reduction of one token, added up in a fixed order.
+template <RowOp kOp, class B>
+MK_DEV float row_total(smem_ptr<float> parts, u32 token) {
+  float total = ptx::ld_shared<float>(parts + token * RowShare<B>::kPerToken);
+#pragma unroll
+  for (u32 i = 1; i < RowShare<B>::kPerToken; ++i) {
+    const float other = ptx::ld_shared<float>(parts + (token * RowShare<B>::kPerToken + i));
+    total = kOp == RowOp::kSum ? total + other : math::max(total, other);
+  }
+  return total;
+}
+
+// Rewrites an activation buffer in place, eight columns at a time: `f(offset, column, token, values)` fills the new values.
+template <class B, class F>
+MK_DEV void apply_rows(const B& block, u32 columns, u32 columns_padded, smem_ptr<char> rows, F f) {
+#pragma unroll 1
+  for (u32 i = block.thread; i < columns_padded / 8 * B::kTokens; i += B::kThreads) {
+    const u32 quarter = i % 4, token = i / 4 % B::kTokens, panel = i / (4 * B::kTokens);
+    const u32 column = panel * kPanel + quarter * 8;
+    const u32 offset = activation_offset<B::kTokens>(column, token);
+    float v[8];
+    f(offset, column, token, v);
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j)
+      if (column + j >= columns) v[j] = 0.0f;
+    ptx::st_shared<u32x4>(rows.template at<u32x4>(offset), pack8(v));
+  }
+}
+
+// Eight bf16 at a byte offset, as fp32.
+MK_DEV void load8(smem_ptr<char> from, u32 offset, float (&v)[8]) { unpack8(ptx::ld_shared<u32x4>(from.template at<u32x4>(offset)), v); }
+
+}  // namespace mk

@@ -1,0 +1,25 @@
+// Barriers between the warps of a block. They cannot time out: only for places where every warp is sure to come.
+#pragma once
+
+#include "megadsl/base.h"
+
+#if defined(MK_HOST)
+#include "host/collectives.h"
+#endif
+
+namespace mk::ptx {
+
+#if defined(MK_HOST)
+
+MK_PTX void bar_sync(u32 id, u32 threads) { host::bar_sync(id, threads); }
+MK_PTX void syncthreads() { host::bar_sync(0, host::rt.num_threads); }
+
+#else
+
+// id 0 is the one that syncthreads() uses; threads is a multiple of 32.
+MK_PTX void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+MK_PTX void syncthreads() { asm volatile("bar.sync 0;" ::: "memory"); }
+
+#endif
+
+}  // namespace mk::ptx

@@ -1,0 +1,43 @@
+// Who is running: lane, warp, thread, block, rank in the cluster.
+#pragma once
+
+#include "megadsl/base.h"
+
+#if defined(MK_HOST)
+#include "host/runtime.h"
+#endif
+
+namespace mk::ptx {
+
+#if defined(MK_HOST)
+
+MK_PTX u32 thread_id() { return host::rt.lane->thread; }
+MK_PTX u32 lane_id() { return host::rt.lane->index; }
+MK_PTX u32 warp_id() { return host::rt.lane->thread / kWarpSize; }
+MK_PTX u32 block_id() { return host::rt.block->index; }
+MK_PTX u32 num_blocks() { return host::rt.num_blocks; }
+MK_PTX u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size; }
+MK_PTX u32 cluster_size() { return host::rt.cluster_size; }
+
+#else
+
+// Not volatile: the value never changes, so the compiler may keep it or read it again.
+#define MK_SPECIAL(name, reg) \
+  MK_PTX u32 name() {         \
+    u32 v;                    \
+    asm("mov.u32 %0, " reg ";" : "=r"(v)); \
+    return v;                 \
+  }
+MK_SPECIAL(thread_id, "%%tid.x")
+MK_SPECIAL(lane_id, "%%laneid")
+MK_SPECIAL(block_id, "%%ctaid.x")
+MK_SPECIAL(num_blocks, "%%nctaid.x")
+MK_SPECIAL(cluster_rank, "%%cluster_ctarank")
+MK_SPECIAL(cluster_size, "%%cluster_nctarank")
+#undef MK_SPECIAL
+
+MK_PTX u32 warp_id() { return thread_id() / kWarpSize; }
+
+#endif
+
+}  // namespace mk::ptx

@@ -1,0 +1,23 @@
+// The emulator's hook in a polling loop.
+#pragma once
+
+#include "megadsl/base.h"
+
+#if defined(MK_HOST)
+#include "host/watch.h"
+#endif
+
+namespace mk::ptx {
+
+// Call after a failed poll. Device: false, no code. Host: parks the calling thread until something it polled since its
+// last pause may have changed; true iff the launch is being given up (a deadlock was found), and the caller must leave.
+MK_PTX bool poll_pause(const WaitInfo& info) {
+#if defined(MK_HOST)
+  return host::poll_pause(info);
+#else
+  static_cast<void>(info);
+  return false;
+#endif
+}
+
+}  // namespace mk::ptx

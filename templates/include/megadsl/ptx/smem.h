@@ -1,0 +1,130 @@
+// Shared memory: typed addresses, loads and stores. There is no static shared memory: all of it starts at smem_base().
+#pragma once
+
+#include "megadsl/base.h"
+
+#if defined(MK_HOST)
+#include "host/memory.h"
+#endif
+
+namespace mk::ptx {
+
+// Address in this block's shared memory: 32 bits on the device, a real pointer on the host.
+template <class T>
+struct smem_ptr {
+#if defined(MK_HOST)
+  char* address;
+#else
+  u32 address;
+#endif
+  MK_PTX smem_ptr operator+(int elements) const { return {address + elements * static_cast<int>(sizeof(T))}; }
+  template <class U>
+  MK_PTX smem_ptr<U> at(int byte_offset) const {
+    return {address + byte_offset};
+  }
+};
+
+// Address in the shared memory of any block of the cluster.
+template <class T>
+struct cluster_ptr {
+#if defined(MK_HOST)
+  char* address;
+#else
+  u32 address;
+#endif
+  MK_PTX cluster_ptr operator+(int elements) const { return {address + elements * static_cast<int>(sizeof(T))}; }
+  template <class U>
+  MK_PTX cluster_ptr<U> at(int byte_offset) const {
+    return {address + byte_offset};
+  }
+};
+
+#if defined(MK_HOST)
+
+MK_PTX smem_ptr<char> smem_base() { return {host::rt.block->arena}; }
+
+template <class V>
+MK_PTX V ld_shared(smem_ptr<V> p) {
+  return host::load_shared<V>(p.address);
+}
+
+template <class V>
+MK_PTX void st_shared(smem_ptr<V> p, V v) {
+  host::store_shared<V>(p.address, v);
+}
+
+MK_PTX u32 ld_shared_volatile(smem_ptr<u32> p) {
+  const u32 v = host::load_shared<u32>(p.address);
+  host::polled(p.address, v);
+  return v;
+}
+
+MK_PTX void st_shared_volatile(smem_ptr<u32> p, u32 v) { host::store_shared<u32>(p.address, v); }
+
+#else
+
+MK_PTX smem_ptr<char> smem_base() {
+  extern __shared__ __align__(1024) char mk_dynamic_smem[];
+  return {static_cast<u32>(__cvta_generic_to_shared(mk_dynamic_smem))};
+}
+
+// Volatile keeps these in program order among all wrappers; without a memory clobber, register arrays stay in registers.
+template <class V>
+MK_PTX V ld_shared(smem_ptr<V> p);
+template <class V>
+MK_PTX void st_shared(smem_ptr<V> p, V v);
+
+#define MK_SHARED(V, suffix, constraint)                                                              \
+  template <>                                                                                         \
+  MK_PTX V ld_shared<V>(smem_ptr<V> p) {                                                              \
+    V v;                                                                                              \
+    asm volatile("ld.shared." suffix " %0, [%1];" : "=" constraint(v) : "r"(p.address));              \
+    return v;                                                                                         \
+  }                                                                                                   \
+  template <>                                                                                         \
+  MK_PTX void st_shared<V>(smem_ptr<V> p, V v) {                                                      \
+    asm volatile("st.shared." suffix " [%0], %1;" ::"r"(p.address), constraint(v) : "memory");        \
+  }
+MK_SHARED(u16, "u16", "h")
+MK_SHARED(u32, "u32", "r")
+MK_SHARED(float, "f32", "f")
+MK_SHARED(u64, "u64", "l")
+#undef MK_SHARED
+
+template <>
+MK_PTX u32x2 ld_shared<u32x2>(smem_ptr<u32x2> p) {
+  u32x2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p.address));
+  return v;
+}
+
+template <>
+MK_PTX void st_shared<u32x2>(smem_ptr<u32x2> p, u32x2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(p.address), "r"(v.x), "r"(v.y) : "memory");
+}
+
+template <>
+MK_PTX u32x4 ld_shared<u32x4>(smem_ptr<u32x4> p) {
+  u32x4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p.address));
+  return v;
+}
+
+template <>
+MK_PTX void st_shared<u32x4>(smem_ptr<u32x4> p, u32x4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(p.address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+MK_PTX u32 ld_shared_volatile(smem_ptr<u32> p) {
+  u32 v;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(p.address) : "memory");
+  return v;
+}
+
+MK_PTX void st_shared_volatile(smem_ptr<u32> p, u32 v) {
+  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(p.address), "r"(v) : "memory");
+}
+
+#endif
+
+}  // namespace mk::ptx

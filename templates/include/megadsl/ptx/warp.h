@@ -1,0 +1,60 @@
+// Warp collectives. All lanes of the warp that have not exited must call them together.
+#pragma once
+
+#include "megadsl/base.h"
+
+#if defined(MK_HOST)
+#include "host/collectives.h"
+#endif
+
+namespace mk::ptx {
+
+#if defined(MK_HOST)
+
+MK_PTX u32 shfl_xor(u32 v, u32 mask) { return host::shuffle_xor(v, mask); }
+MK_PTX u32 shfl(u32 v, u32 lane) { return host::shuffle(v, lane); }
+MK_PTX float shfl_xor(float v, u32 mask) { return host::as_float(host::shuffle_xor(host::as_u32(v), mask)); }
+MK_PTX float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::as_u32(v), lane)); }
+MK_PTX u32 ballot(bool p) { return host::ballot(p); }
+MK_PTX bool any(bool p) { return host::ballot(p) != 0; }
+MK_PTX void syncwarp() { host::sync_warp(); }
+
+#else
+
+MK_PTX u32 shfl_xor(u32 v, u32 mask) {
+  u32 r;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(r) : "r"(v), "r"(mask));
+  return r;
+}
+
+MK_PTX u32 shfl(u32 v, u32 lane) {
+  u32 r;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(r) : "r"(v), "r"(lane));
+  return r;
+}
+
+MK_PTX float shfl_xor(float v, u32 mask) { return __uint_as_float(shfl_xor(__float_as_uint(v), mask)); }
+MK_PTX float shfl(float v, u32 lane) { return __uint_as_float(shfl(__float_as_uint(v), lane)); }
+
+MK_PTX u32 ballot(bool p) {
+  u32 r;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\tvote.sync.ballot.b32 %0, p, 0xffffffff;\n\t}"
+               : "=r"(r)
+               : "r"(static_cast<u32>(p)));
+  return r;
+}
+
+MK_PTX bool any(bool p) {
+  u32 r;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tvote.sync.any.pred q, p, 0xffffffff;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+      : "=r"(r)
+      : "r"(static_cast<u32>(p)));
+  return r != 0;
+}
+
+MK_PTX void syncwarp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+
+#endif
+
+}  // namespace mk::ptx

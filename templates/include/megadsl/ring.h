@@ -1,0 +1,122 @@
+// The shared-memory ring between one loader warp and the consumer warps.
+//
+// Two barriers a stage: `full` completes when the stage's bytes have landed, `empty` when every consumer warp has let go.
+// The loader runs ahead as far as the ring is deep; bytes in flight (issued, not landed) are bounded separately, because
+// every critical-path load of the SM queues behind them.
+#pragma once
+#include "megadsl/wait.h"
+
+namespace mk {
+
+template <u32 kStages_, u32 kStageBytes_>
+struct Ring {
+  static constexpr u32 kStages = kStages_;
+  static constexpr u32 kStageBytes = kStageBytes_;
+
+  smem_ptr<char> stages;
+  smem_ptr<u64> full;
+  smem_ptr<u64> empty;
+
+  MK_DEV Ring(smem_ptr<char> stages_at, smem_ptr<u64> barriers) : stages(stages_at), full(barriers), empty(barriers + kStages) {}
+
+  MK_DEV void init(u32 consumer_warps) const {
+    for (u32 i = 0; i < kStages; ++i) {
+      ptx::mbar_init(full + i, 1);
+      ptx::mbar_init(empty + i, consumer_warps);
+    }
+  }
+  MK_DEV smem_ptr<char> stage(u32 slot) const { return stages + slot * kStageBytes; }
+};
+
+// A position in a ring: which slot, and the parity of its current round.
+template <u32 kStages>
+struct Cursor {
+  u32 slot = 0;
+  u32 parity = 0;
+  MK_DEV void advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The producing end. One lane uses it.
+template <class R>
+struct Loader {
+  static constexpr u32 kStageBytes = R::kStageBytes;
+
+  const Context& cx;
+  R ring;
+  Cursor<R::kStages> issued;
+  Cursor<R::kStages> landed;
+  u32 in_flight = 0;
+  u32 window;  // stages
+
+  MK_DEV Loader(const Context& context, R r, u32 window_bytes)
+      : cx(context), ring(r), window(window_bytes / R::kStageBytes ? window_bytes / R::kStageBytes : 1) {}
+
+  MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
+    while (in_flight >= window)
+      if (!retire(site, tile)) return;
+    // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
+    if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
+    ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
+    ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
+    issued.advance();
+    ++in_flight;
+  }
+
+  // Copies must not outlive the block: called last, also when the launch was given up. They land without anybody's help.
+  MK_DEV void drain() {
+    for (; in_flight != 0; --in_flight, landed.advance()) {
+      bool done = false;
+      for (u32 polls = 0; !done && polls < kDrainPolls; ++polls) {
+        done = ptx::mbar_try_wait(ring.full + landed.slot, landed.parity);
+        if (!done) ptx::poll_pause({~0u, cx.layer, 0, 0, 0});
+      }
+    }
+  }
+
+ private:
+  static constexpr u32 kDrainPolls = 1u << 22;
+
+  MK_DEV bool retire(u32 site, u32 tile) {
+    if (!wait_barrier(cx, site, tile, ring.full + landed.slot, landed.parity)) return false;
+    landed.advance();
+    --in_flight;
+    return true;
+  }
+};
+
+// The consuming end; every lane of every consumer warp holds the same cursor.
+template <class R>
+struct Reader {
+  static constexpr u32 kStageBytes = R::kStageBytes;
+
+  const Context& cx;
+  R ring;
+  Cursor<R::kStages> at;
+
+  MK_DEV Reader(const Context& context, R r) : cx(context), ring(r) {}
+
+  MK_DEV smem_ptr<char> wait_stage(u32 site, u32 tile) const {
+    wait_barrier(cx, site, tile, ring.full + at.slot, at.parity);
+    return ring.stage(at.slot);
+  }
+  // The stage `ahead` positions further on, without letting go of those before it.
+  MK_DEV smem_ptr<char> wait_ahead(u32 site, u32 ahead) const {
+    Cursor<R::kStages> there = at;
+    for (u32 i = 0; i < ahead; ++i) there.advance();
+    wait_barrier(cx, site, ahead, ring.full + there.slot, there.parity);
+    return ring.stage(there.slot);
+  }
+  // Lets the loader have the stage; all lanes of the warp are done with it.
+  MK_DEV void release() {
+    ptx::syncwarp();
+    if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + at.slot);
+    at.advance();
+  }
+};
+
+}  // namespace mk

@@ -1,0 +1,28 @@
+// Rotary embedding of a pair of packed rows. The packing puts the two members of a pair side by side.
+#pragma once
+#include "megadsl/block.h"
+
+namespace mk {
+
+// Copies this launch's (cos, sin) from the table into shared memory: [token][head_dim / 2] pairs of fp32.
+template <u32 kHeadDim, class B>
+MK_DEV void load_angles(const B& block, const Step& step, smem_ptr<u32x2> angles, u32 table_rows) {
+  const u32x2* table = reinterpret_cast<const u32x2*>(block.buffers.rope);
+#pragma unroll 1
+  for (u32 i = block.thread; i < B::kTokens * (kHeadDim / 2); i += B::kThreads) {
+    const u32 token = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
+    const u32 position = token < step.tokens ? ptx::ld_global<u32>(block.cx.control->positions + token) : 0u;
+    ptx::st_shared<u32x2>(angles + i, ptx::ld_global_nc<u32x2>(table + size_t(min_u32(position, table_rows - 1)) * (kHeadDim / 2) + pair));
+  }
+}
+
+// Rotates (even, odd), rows `row` and `row` + 1 of heads that begin at row 0, for one token.
+template <u32 kHeadDim>
+MK_DEV void rotate(smem_ptr<u32x2> angles, u32 row, u32 token, float& even, float& odd) {
+  const u32x2 cs = ptx::ld_shared<u32x2>(angles + (token * (kHeadDim / 2) + row % kHeadDim / 2));
+  const float c = ptx::bits_float(cs.x), s = ptx::bits_float(cs.y), a = even, b = odd;
+  even = a * c - b * s;
+  odd = b * c + a * s;
+}
+
+}  // namespace mk

@@ -1,0 +1,160 @@
+// The loader's tape: what one block streams, as a few runs per op in shared memory, built once per launch.
+//
+// A run is contiguous bytes in steps of one stage. Splits, distances, hints and windows are in the entries, not in code, so
+// one short loop serves all ops and layers; a table entry per copy would make the loader's lane the bottleneck.
+#pragma once
+#include "megadsl/attention.h"
+#include "megadsl/linear.h"
+
+namespace mk {
+
+enum class Play : u32 { kWeights, kCache, kPrefetch, kGate };
+
+struct TapeEntry {
+  Play kind;
+  u32 site;
+  u32 base;          // 16-byte units from the start of the arena
+  u32 layer_stride;  // likewise
+  u32 bytes;         // of the run; of one cache chunk for kCache
+  u32 step;          // bytes per stage
+  u32 tile;          // number of the first tile, for reports
+  u32 repeats;       // kCache: times each unit's rows are streamed
+  u64 policy;
+  u32 head_stride;   // kCache: 16-byte units; kGate: shared-memory offset of the gate
+  u32 units;         // kCache: KV heads * splits
+  u32 splits;
+  u32 spare;
+};
+static_assert(sizeof(TapeEntry) == 56, "lowering reserves this much per entry");
+
+// A vector weight, in 16-byte units from the start of the weight arena; `bytes` a multiple of 16.
+struct VectorShape {
+  i32 weights;
+  i32 layer_stride;
+  i32 bytes;
+};
+
+struct Run {
+  const char* source;
+  u32 bytes;
+};
+
+template <class R>
+struct Tape {
+  const Context& cx;
+  const Buffers& buffers;
+  Loader<R> loader;
+  smem_ptr<TapeEntry> entries;
+  u32 size = 0;
+  u32 kv_len;
+
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, u32 window_bytes, u32 cached_rows)
+      : cx(context), buffers(b), loader(context, ring, window_bytes), entries(at), kv_len(cached_rows) {}
+
+  MK_DEV void add(TapeEntry e) {
+    const smem_ptr<u64> to = (entries + size).template at<u64>(0);
+    const u64 words[7] = {u32(e.kind) | u64(e.site) << 32, e.base | u64(e.layer_stride) << 32, e.bytes | u64(e.step) << 32,
+                          e.tile | u64(e.repeats) << 32,   e.policy,                           e.head_stride | u64(e.units) << 32,
+                          e.splits};
+#pragma unroll
+    for (u32 i = 0; i < 7; ++i) ptx::st_shared<u64>(to + i, words[i]);
+    ++size;
+  }
+  MK_DEV TapeEntry entry(u32 index) const {
+    const smem_ptr<u64> from = (entries + index).template at<u64>(0);
+    u64 w[7];
+#pragma unroll
+    for (u32 i = 0; i < 7; ++i) w[i] = ptx::ld_shared<u64>(from + i);
+    return {Play(u32(w[0])), u32(w[0] >> 32), u32(w[1]), u32(w[1] >> 32), u32(w[2]), u32(w[2] >> 32), u32(w[3]), u32(w[3] >> 32),
+            w[4],            u32(w[5]),       u32(w[5] >> 32), u32(w[6]), 0};
+  }
+
+  MK_DEV void vector(u32 site, const VectorShape& s, u64 policy) {
+    add({Play::kWeights, site, u32(s.weights), u32(s.layer_stride), u32(s.bytes), R::kStageBytes, 0, 1, policy, 0, 0, 0, 0});
+  }
+
+  // This block's tiles in the order the consumers take them. Tiles that follow each other in memory are one run.
+  template <u32 kBatch>
+  MK_DEV void matrix(u32 site, const LinearShape& s, u64 policy) {
+    const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), chunk_pieces = u32(s.chunk_pieces);
+    const RowGroups own = own_groups(cx, s.groups, s.share_offset);
+    const auto run = [&](u32 tile, u32 tiles) {
+      add({Play::kWeights, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), tiles * tile_bytes, tile_bytes, tile, 1,
+           policy, 0, 0, 0, 0});
+    };
+    if (chunk_pieces == pieces) {
+      if (own.begin < own.end) run(own.begin * pieces, (own.end - own.begin) * pieces);
+      return;
+    }
+    for_each_pass<kBatch>(s, own, [&](u32 first, u32 last, u32 chunk, u32) {
+#pragma unroll 1
+      for (u32 group = first; group < last; ++group) run(group * pieces + chunk * chunk_pieces, chunk_pieces);
+    });
+  }
+
+  template <class T, u32 kWarps>
+  MK_DEV void cache(u32 site, const AttentionShape& s, u64 policy) {
+    constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+    static_assert(kPerStage > 0, "a KV chunk must fit a ring stage");
+    add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, 0, attention_passes(s, kWarps), policy,
+         u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), 0});
+  }
+
+  // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring.
+  MK_DEV void prefetch(const LinearShape& s) {
+    const RowGroups own = own_groups(cx, s.groups, s.share_offset);
+    const u32 group_bytes = u32(s.tile_columns) * u32(s.pieces) * kGroupRows * 2;
+    const u32 bytes = min_u32(u32(s.l2_bytes), (own.end - own.begin) * group_bytes);
+    add({Play::kPrefetch, 0, u32(s.weights) + own.begin * (group_bytes / 16), u32(s.layer_stride), bytes, R::kStageBytes, 0, 1, 0, 0, 0, 0, 0});
+  }
+
+  // What follows waits until the consumers have begun the op.
+  MK_DEV void gate(u32 site, u32 offset) { add({Play::kGate, site, 0, 0, 0, 0, 0, 1, 0, offset, 0, 0, 0}); }
+
+  MK_DEV void play(u32 first, u32 last) {
+#pragma unroll 1
+    for (u32 index = first; index < last; ++index) {
+      const TapeEntry e = entry(index);
+      if (e.kind == Play::kGate) {
+        pass_gate(e);
+        continue;
+      }
+      const bool cached = e.kind == Play::kCache;
+      const u32 units = cached ? e.units : cx.block + 1, repeats = e.repeats;
+#pragma unroll 1
+      for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
+#pragma unroll 1
+        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit) : weight_run(e));
+    }
+  }
+
+ private:
+  MK_DEV Run weight_run(const TapeEntry& e) const {
+    return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer) * 16, e.bytes};
+  }
+  MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
+    const Unit unit = attention_unit(e.splits, index, kv_len);
+    const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.head_stride) * unit.head;
+    return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
+  }
+  MK_DEV void stream(const TapeEntry& e, Run run) {
+    u32 tile = e.tile;
+#pragma unroll 1
+    for (u32 done = 0; done < run.bytes; done += e.step, ++tile) {
+      const u32 bytes = min_u32(e.step, run.bytes - done);
+      if (e.kind == Play::kPrefetch)
+        ptx::bulk_prefetch_l2(run.source + done, bytes);
+      else
+        loader.load(e.site, tile, run.source + done, bytes, e.policy);
+    }
+  }
+  MK_DEV void pass_gate(const TapeEntry& e) const {
+    const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.head_stride);
+    wait(cx, e.site, 0, cx.layer + 1, [&](u32& observed) {
+      observed = ptx::ld_shared_volatile(gate);
+      return observed == cx.layer + 1;
+    });
+  }
+};
+
+}  // namespace mk

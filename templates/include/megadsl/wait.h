@@ -1,0 +1,77 @@
+// The one way to wait. Every spin in a generated kernel goes through mk::wait, so every spin can be given up.
+#pragma once
+#include "megadsl/layout.h"
+#include "megadsl/ptx.h"
+
+namespace mk {
+
+using ptx::smem_ptr;
+
+// What every role carries: where the block stands and how it learns that the launch was given up.
+struct Context {
+  Control* control;
+  smem_ptr<u32> abort_word;  // one per block, so that a stuck warp need not ask global memory at each poll
+  u32 block;
+  Divisor blocks;
+  u64 deadline;  // globaltimer, ns: when a waiter gives the launch up
+  u32 layer;
+};
+
+constexpr u32 kPollsPerCheck = 256;  // how often a waiter looks at the clock and at the global abort word
+
+namespace detail {
+
+// The cold end of a wait, inlined at every site and therefore short. The first waiter that is late writes the record. The
+// error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
+MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 observed) {
+  const bool late = ptx::globaltimer() > cx.deadline;
+  if (!late && ptx::ld_relaxed(&cx.control->abort) == 0) return false;
+  if (late && ptx::atom_cas(&cx.control->error, kErrorNone, kErrorWriting) == kErrorNone) {
+    ErrorRecord& record = cx.control->record;
+    ptx::st_global(&record.site, site), ptx::st_global(&record.block, cx.block), ptx::st_global(&record.warp, ptx::warp_id());
+    ptx::st_global(&record.layer, cx.layer), ptx::st_global(&record.tile, tile);
+    ptx::st_global(&record.expected, expected), ptx::st_global(&record.observed, observed);
+    ptx::st_release(&cx.control->error, kErrorRecorded);
+  }
+  ptx::st_relaxed(&cx.control->abort, 1u);
+  ptx::st_shared_volatile(cx.abort_word, 1u);
+  return true;
+}
+
+}  // namespace detail
+
+// Polls `attempt(observed)` until it returns true. Returns false when the launch was given up (a deadline passed here or
+// in any other block): the caller then goes on without the data, so that every barrier still meets its partners and
+// every role reaches its end. `expected` is what the hang report shows beside the last `observed`.
+template <class Attempt>
+MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
+  u32 observed = 0;
+  for (u32 polls = 1;; ++polls) {
+    if (attempt(observed)) return true;
+    if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) return false;
+    if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;
+    if (polls % kPollsPerCheck == 0 && detail::give_up(cx, site, tile, expected, observed)) return false;
+  }
+}
+
+// Waits for the phase of an mbarrier to complete.
+MK_DEV bool wait_barrier(const Context& cx, u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) {
+  return wait(cx, site, tile, parity, [&](u32& observed) {
+    observed = parity ^ 1;
+    return ptx::mbar_try_wait(barrier, parity);
+  });
+}
+
+// A planted fault for tests of the watchdog: a build with -DMK_LOST_SIGNAL=<site> never sends that signal.
+MK_DEV constexpr bool lost_signal(u32 site) {
+#if defined(MK_LOST_SIGNAL)
+  return site == u32(MK_LOST_SIGNAL);
+#else
+  return site != site;
+#endif
+}
+
+// True once this launch was given up, as far as the block knows.
+MK_DEV bool given_up(const Context& cx) { return ptx::ld_shared_volatile(cx.abort_word) != 0; }
+
+}  // namespace mk

@@ -1,0 +1,33 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadsl.build.gpus import gpus
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` where there is no Hopper GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not any(gpu.arch == "sm_90" for gpu in gpus()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no sm_90 GPU"))
+
+
+@pytest.fixture
+def repository() -> Path:
+    """The root folder of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for this test alone."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MEGADSL_CACHE_DIR", str(folder))
+    return folder
