@@ -74,7 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "llama-tiny": _tiny(hidden=128, inter=192, vocab=512, heads=4, kv_heads=2),
     # Sizes that no tile divides, and the other head dimension, rope style and head.
-    "llama-tiny-odd": _tiny(hidden=80, inter=176, vocab=1000, heads=3, kv_heads=1),
+    "llama-tiny-odd": _tiny(hidden=80, inter=176, vocab=1000, heads=5, kv_heads=1),
     "llama-tiny-wide": _tiny(hidden=176, inter=80, vocab=1000, heads=2, kv_heads=2, head_dim=128, tie_word_embeddings=False),
     "llama-tiny-interleaved": _tiny(hidden=128, inter=192, vocab=512, heads=2, kv_heads=1, rope_style="interleaved"),
 }

@@ -8,8 +8,8 @@ import pytest
 from dsl_tools import findings
 
 import megadsl as mk
+from megadsl import resources
 from megadsl.diagnostics import Diagnostic
-from megadsl.dsl import registry
 from megadsl.dsl.registry import load, models
 
 KERNELS = """import megadsl as mk
@@ -119,7 +119,7 @@ def test_configuration_that_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("entries", ["3", "{'m': 1}", "{'m': (first, 2)}"])
 def test_broken_models_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
     path = write(tmp_path, "mine.py", f"{KERNELS}\nMODELS = {entries}\n")
-    monkeypatch.setattr(registry.resources, "models", lambda: tmp_path)
+    monkeypatch.setattr(resources, "models", lambda: tmp_path)
     found = finding("m")
     assert (found.code, found.span.file) == ("MK186", str(path))
     assert 'MODELS = {"name": (kernel, {...})}' in found.mend

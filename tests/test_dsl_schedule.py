@@ -166,7 +166,7 @@ def test_unknown_arch() -> None:
 
 BAD_VALUES: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s.blocks(0), "MK150", "blocks = 0", "1 or more"),
-    (lambda s: s.warps(2.5), "MK150", "warps = 2.5", "1 or more"),
+    (lambda s: s.warps(2.5), "MK150", "warps = 2.5", "1 or more"),  # type: ignore[arg-type]
     (lambda s: s.batch(True), "MK150", "batch = True", "1 or more"),
     (lambda s: s.max_kv(-1), "MK150", "max_kv = -1", "1 or more"),
     (lambda s: s.role("consumer", warps=0), "MK150", "role warps = 0", "1 or more"),

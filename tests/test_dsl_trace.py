@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import megadsl as mk
 from megadsl.dsl.naming import joint_stem
 from megadsl.expr import to_text
 from megadsl.ir.spec import Carried, Node, Spec
+from megadsl.source import is_ours
 from megadsl.types import DType, Lifetime
 
 
@@ -230,3 +232,10 @@ def test_tensors_show_themselves() -> None:
         return head(x)
 
     k.trace(CFG)
+
+
+def test_specs_that_ship_with_the_package_are_the_users_code() -> None:
+    package = Path(mk.__file__).parent
+    assert is_ours(str(package / "dsl" / "loop.py"))
+    assert not is_ours(str(package / "_models" / "llama.py"))
+    assert not is_ours(str(package.with_name("megadsl_specs") / "mine.py"))

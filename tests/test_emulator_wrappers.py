@@ -37,12 +37,12 @@ def fragments(a: NDArray[np.uint16], b: NDArray[np.uint16], c: NDArray[np.float3
 
 
 def in_order(a: NDArray[np.uint16], b: NDArray[np.uint16], c: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The host's sum: fp32 products added one by one in order of k."""
+    """The host's sum: fp32 products added one by one in order of k, and no -0 (measured on an H200)."""
     fa, fb, total = from_bf16(a), from_bf16(b), c.copy()
     with np.errstate(invalid="ignore", over="ignore"):
         for k in range(16):
             total = total + fa[:, k : k + 1] * fb[k]
-    return total
+    return total + np.float32(0)
 
 
 def multiply(a: NDArray[np.uint16], b: NDArray[np.uint16], c: NDArray[np.float32]) -> NDArray[np.float32]:

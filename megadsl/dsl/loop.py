@@ -96,11 +96,20 @@ class Layers:
         body = tracer.nodes[first:]
         if not body:
             raise tracer.fail(EMPTY_LOOP, self._loop.span)
-        read = {name for node in body for name in node.inputs}
         after: dict[str, object] = {**frame.f_locals, **_tensors(frame)}
-        changed = {v: t for v, t in self._before.items() if t.name in read and v in after and after[v] is not t}
+        changed = self._changed({name for node in body for name in node.inputs}, after)
         self._check_aliases(changed, after)
         self._carry(changed, after, first)
+
+    def _changed(self, read: set[str], after: Mapping[str, object]) -> dict[str, Tensor]:
+        """Variables that are rebound in the body after their tensor was read there, with the tensor they had before."""
+        while True:
+            changed = {v: t for v, t in self._before.items() if t.name in read and v in after and after[v] is not t}
+            # what a carried variable is set to is read as well: x, y = y, f(x) carries y
+            more = {new.name for v in changed if isinstance(new := after[v], Tensor)}
+            if more <= read:
+                return changed
+            read = read | more
 
     def _check_aliases(self, changed: Mapping[str, Tensor], after: Mapping[str, object]) -> None:
         for variable, tensor in changed.items():

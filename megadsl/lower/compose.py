@@ -14,6 +14,7 @@ from megadsl.ir.expr import Arg, Expr, arg_names, reductions, substitute
 from megadsl.ir.spec import Node, Spec
 from megadsl.types import Lifetime
 
+
 @dataclass
 class Stacked:
     """A linear while its epilogue grows. ``heads`` are the tensors it gives: its rows, later the map that took them over."""

@@ -80,7 +80,7 @@ def _memory(state: Lowering) -> None:
 
 
 def _program(state: Lowering) -> None:
-    state.builder = Builder(state.graph, state.schedule, state.exchanges)
+    state.builder = Builder(state.graph, state.schedule, state.exchanges, dict(state.memory.chunks))
     state.programs = build_programs(state.builder)
 
 

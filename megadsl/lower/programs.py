@@ -11,6 +11,7 @@ from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Re
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.memory import kept_values, prologue_values
 from megadsl.lower.packing import vector_name, vectors
+from megadsl.lower.tiling import tiling
 from megadsl.source import Span
 from megadsl.types import Level
 
@@ -22,6 +23,7 @@ class Builder:
     graph: Graph
     schedule: Schedule
     exchanges: tuple[Exchange, ...]
+    chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
     sites: list[Site] = field(default_factory=list)
     stamps: list[str] = field(default_factory=list)
 
@@ -199,7 +201,9 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     buffers = ("activations", "second")
     for index, (name, ref) in enumerate(prologue_values(op)):
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name)
+        # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
+        whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole)
     for index, (arg, _) in enumerate(vectors(op)):
         site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
         ring = Region("ring", ring_role, Level.BLOCK)

@@ -27,6 +27,12 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
+def divisor_inverse(divisor: int) -> int:
+    """mk::Divisor's multiplier as a signed 32-bit integer: 2^32 / divisor, rounded down, plus 1; 0 for 1."""
+    inverse = 0 if divisor == 1 else (2**32 - 1) // divisor + 1
+    return inverse - 2**32 if inverse >= 2**31 else inverse
+
+
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
     """Bytes from one KV head to the next and from one layer to the next."""
     head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.head_dim * 2 * 2
@@ -62,7 +68,7 @@ def _smem(memory: Memory) -> tuple[int, ...]:
 
 def _exchange(e: Exchange) -> Record:
     words = (
-        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, e.groups, e.group_features, e.share_offset,
+        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.groups, e.group_features, e.share_offset,
         e.flags_offset // OFFSET_UNIT,
     )  # fmt: skip
     return Record("mk::ExchangeShape", f"{ident(e.name)}_exchange", words, f"{e.wire}, {e.dtype}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megadsl.ir.graph import Linear
 from megadsl.ir.plan import Area, LayerLoop, Plan, Verb
 from megadsl.lower.programs import instructions
+from megadsl.lower.tiling import tiling
 
 
 def verify_plan(plan: Plan) -> None:
@@ -12,6 +14,7 @@ def verify_plan(plan: Plan) -> None:
     _loads_match(plan)
     _areas(plan.areas, plan.smem_bytes)
     _exchanges(plan)
+    _divisions(plan)
 
 
 def _sites(plan: Plan) -> None:
@@ -65,6 +68,17 @@ def _areas(areas: tuple[Area, ...], total: int) -> None:
         for b in fixed:
             assert a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset, f"shared memory: {a.name} overlaps {b.name}"
     assert max((a.offset + a.bytes for a in areas), default=0) <= total
+
+
+def _divisions(plan: Plan) -> None:
+    """mk::Divisor is exact while dividend * divisor stays below 2^32."""
+    blocks = plan.schedule.blocks
+    for e in plan.exchanges:
+        assert (e.groups + 1) * blocks * blocks < 2**32, f"share of {e.name} is too large for mk::Divisor"
+        assert e.owners * e.vectors * e.vectors < 2**32, f"vectors of {e.name} are too many for mk::Divisor"
+    for op in plan.graph.ops:
+        if isinstance(op, Linear):
+            assert (tiling(op).groups + 1) * blocks * blocks < 2**32, f"rows of {op.name} are too many for mk::Divisor"
 
 
 def _exchanges(plan: Plan) -> None:

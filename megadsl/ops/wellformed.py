@@ -65,8 +65,10 @@ def check_order(spec: Spec, found: Collector) -> None:
     """Every input is produced by an earlier node: MK133 undefined, MK134 cyclic."""
     producer = {name: node for node in spec.nodes for name in node.outputs}
     ready = _entry_names(spec)
+    first = {loop.name: next((n for n in spec.nodes if n.loop == loop.name), None) for loop in spec.loops}
+    initial = {node.name: [c.initial for c in loop.carried] for loop in spec.loops if (node := first[loop.name]) is not None}
     for node in spec.nodes:
-        for name in node.inputs:
+        for name in (*node.inputs, *initial.get(node.name, [])):
             if name in ready:
                 continue
             later = producer.get(name)

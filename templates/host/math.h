@@ -28,8 +28,11 @@ inline u16 round_bf16(float v) {
 
 inline float flush_subnormal(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 
-inline float exp2_flushed(float v) { return flush_subnormal(std::exp2(flush_subnormal(v))); }
+// The device has one NaN.
+inline float canonical(float v) { return std::isnan(v) ? as_float(0x7fffffffu) : v; }
 
-inline float rsqrt(float v) { return 1.0f / std::sqrt(flush_subnormal(v)); }
+inline float exp2_flushed(float v) { return canonical(flush_subnormal(std::exp2(flush_subnormal(v)))); }
+
+inline float rsqrt(float v) { return canonical(1.0f / std::sqrt(flush_subnormal(v))); }
 
 }  // namespace mk::host

@@ -186,7 +186,7 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
   for (u32 what = 0; what < (unit.fresh ? 3u : 1u); ++what) {
     const u32 features = what == 0 ? head_rows * T::kHeadDim : T::kHeadDim;
     const u32 begin = u32(what == 0 ? s.q_begin : what == 1 ? s.k_begin : s.v_begin) + unit.head * features;
-    gather_features<Wire, kTokens, 2>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
+    gather_features<Wire, kTokens, 2, false>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
                                       [&](u32 feature, u32 token, u16 bits) {
                                         const u32 head = (feature - begin) / T::kHeadDim, dim = (feature - begin) % T::kHeadDim;
                                         const smem_ptr<char> into = what == 0 ? queries : fresh;

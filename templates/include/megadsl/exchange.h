@@ -21,6 +21,7 @@ struct ExchangeShape {
   i32 slot_stride;  // vectors per slot
   i32 slots;        // a power of two
   i32 vectors;      // per block (or per unit)
+  i32 vectors_inverse;  // Divisor::inverse of it
   i32 groups;       // feature groups that are shared out over the blocks
   i32 group_features;  // 8, or 4 where an epilogue folds two rows into one feature
   i32 share_offset;
@@ -156,16 +157,16 @@ MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 fi
 }
 
 // Gathers the features [begin, end) of a bf16 value, all tokens: `sink(feature, token, bits)` once for each.
-// Polls whole blocks' shares; a share's features outside the range are dropped here.
-template <class Wire, u32 kTokens, u32 kInFlight, class Sink>
+// Polls whole blocks' shares; a share's features outside the range are dropped here. kWhole: the range is the whole value,
+// and blocks that own nothing of it are waited for as well.
+template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Sink>
 MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, u32 begin, u32 end,
                             u32 thread, u32 threads, Sink sink) {
   if (begin >= end) return;
   const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset);
-  const Divisor vectors(u32(e.vectors));
-  const bool all = begin == 0 && end + width > groups * width;  // then idle blocks are waited for as well
-  const u32 from = all ? 0 : share_owner(groups, cx.blocks, offset, begin / width);
-  const u32 to = all ? cx.blocks.value : share_owner(groups, cx.blocks, offset, (end - 1) / width) + 1;
+  const Divisor vectors{u32(e.vectors), u32(e.vectors_inverse)};
+  const u32 from = kWhole ? 0 : share_owner(groups, cx.blocks, offset, begin / width);
+  const u32 to = kWhole ? cx.blocks.value : share_owner(groups, cx.blocks, offset, (end - 1) / width) + 1;
   poll_vectors<Wire, kInFlight>(
       cx, site, round, from * vectors.value, (to - from) * vectors.value, vectors.value, thread, threads,
       [&](u32x4 v, u32& observed) {

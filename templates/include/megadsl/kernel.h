@@ -43,7 +43,7 @@ MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.co
 
 MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word) {
   const u64 deadline = ptx::globaltimer() + u64(ptx::ld_global<u32>(&buffers.control->timeout_us)) * 1000;
-  return {buffers.control, abort_word, ptx::block_id(), Divisor(ptx::num_blocks()), deadline, 0};
+  return {buffers.control, abort_word, ptx::block_id(), Divisor::of(ptx::num_blocks()), deadline, 0};
 }
 
 MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {

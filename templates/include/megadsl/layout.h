@@ -13,7 +13,7 @@ MK_DEV constexpr u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
 struct Divisor {
   u32 value;
   u32 inverse;
-  MK_DEV explicit Divisor(u32 d) : value(d), inverse(d == 1 ? 0u : ~0u / d + 1) {}
+  MK_DEV static Divisor of(u32 d) { return {d, d == 1 ? 0u : ~0u / d + 1}; }
   MK_DEV u32 divide(u32 n) const { return inverse == 0 ? n : u32(u64(n) * inverse >> 32); }
 };
 
