@@ -18,7 +18,7 @@ from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
-from megadsl.machine import Machine, machine
+from megadsl.machine import DEFAULT_ARCH, Machine, machine
 from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
 
 DEFAULT_MAX_KV = 2048
@@ -41,7 +41,7 @@ def compile_model(
     model: str | Kernel,
     *,
     config: Path | Mapping[str, Any] | None = None,
-    arch: str = "sm_90a",
+    arch: str = DEFAULT_ARCH,
     tokens: int = 1,
     max_kv: int | None = None,
     blocks: int | None = None,

@@ -48,6 +48,15 @@ def test_tokens_are_to_be_passed_on() -> None:
     trace_finds(body(k), "MK137", "traced for tokens=4, but mk.input_ids asks for 2", "mk.input_ids(tokens)", tokens=4)
 
 
+def test_a_kernel_without_tokens() -> None:
+    @mk.kernel  # here
+    def k(cfg: Any) -> mk.Tensor:
+        return head(start())
+
+    assert k.trace(CFG).tokens == 1
+    trace_finds(k, "MK187", "kernel 'k' takes no tokens", "`def k(cfg, tokens=1):`", tokens=2)
+
+
 def test_weight_twice() -> None:
     def k(cfg: Any) -> mk.Tensor:
         x = mk.linear(start(), square("w"))

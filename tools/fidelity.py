@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from megadsl.driver import Compiled, compile_model
-from megadsl.ops.cost import floor_seconds
 from megadsl.machine import machine
+from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, ReferenceModel, gate
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.stamps import read_stamps, render, stage_times
@@ -95,9 +95,10 @@ def measure(subject: Subject, tokens: int, kv: int, replays: int) -> dict[str, A
     deciles = statistics.quantiles(times, n=10)
     return {
         "tokens": tokens, "kv": kv, "gate": verdict.passed, "error": verdict.ours.mean, "error_max": verdict.ours.max,
-        "error_bf16": verdict.bf16.mean, "error_bf16_max": verdict.bf16.max, "tokens_equal": verdict.tokens.compared - len(verdict.tokens.differing),
-        "tokens_compared": verdict.tokens.compared, "ms": median, "ms_p10": deciles[0], "ms_p90": deciles[-1], "floor_ms": floor_ms,
-        "of_floor": median / floor_ms, "replays": replays, "replays_that_differ": wrong,
+        "error_bf16": verdict.bf16.mean, "error_bf16_max": verdict.bf16.max,
+        "tokens_equal": verdict.tokens.compared - len(verdict.tokens.differing), "tokens_compared": verdict.tokens.compared,
+        "ms": median, "ms_p10": deciles[0], "ms_p90": deciles[-1], "floor_ms": floor_ms, "of_floor": median / floor_ms,
+        "replays": replays, "replays_that_differ": wrong,
     }  # fmt: skip
 
 
@@ -128,7 +129,8 @@ def main() -> None:
             row = measure(subject, tokens, kv, args.replays)
             rows.append(row)
             print(
-                f"{args.model} tokens {tokens:>2} kv {kv:>5}: {row['ms']:.4f} ms ({row['ms_p10']:.4f}-{row['ms_p90']:.4f}), {row['of_floor']:.3f} x floor;"
+                f"{args.model} tokens {tokens:>2} kv {kv:>5}: {row['ms']:.4f} ms ({row['ms_p10']:.4f}-{row['ms_p90']:.4f}),"
+                f" {row['of_floor']:.3f} x floor;"
                 f" gate {'passed' if row['gate'] else 'FAILED'}: {row['error']:.3e} against bf16 {row['error_bf16']:.3e},"
                 f" tokens {row['tokens_equal']}/{row['tokens_compared']}, replays that differ {row['replays_that_differ']}",
                 flush=True,

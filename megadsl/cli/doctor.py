@@ -16,7 +16,6 @@ from megadsl.diagnostics import MegadslError
 EXAMPLE = "Example: megadsl doctor"
 
 
-
 @dataclass(frozen=True)
 class Finding:
     """One thing that was looked at. ``mend`` is empty when it is fine; ``needed_by`` says what does not work without it."""

@@ -16,7 +16,7 @@ Arch = Annotated[str, typer.Option("--arch", metavar="ARCH", help="The GPU archi
 Tokens = Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="The most new tokens that one launch takes.")]
 MaxKv = Annotated[
     int | None,
-    typer.Option("--max-kv", min=1, metavar="N", help="The longest context, in tokens, that the KV cache holds. Default: the model's."),
+    typer.Option("--max-kv", min=1, metavar="N", help="The longest context, in tokens, that the KV cache holds. Default: 2048."),
 ]
 Blocks = Annotated[
     int | None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose
+from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose, error
 from megadsl.dsl.overrides import Overrides
 from megadsl.dsl.tensor import Tensor
 from megadsl.dsl.tracer import Tracer, tracing
@@ -26,6 +26,9 @@ TOKENS_DIFFER = declare(
     "MK137", "traced for tokens={asked}, but mk.input_ids asks for {got}", "pass the function's tokens on: mk.input_ids(tokens)"
 )
 NO_INPUT = declare("MK138", "kernel {kernel!r} never calls mk.input_ids", "embed the token ids: mk.embed(table, mk.input_ids(tokens))")
+NO_TOKENS = declare(
+    "MK187", "kernel {kernel!r} takes no tokens", "declare it as `def {kernel}(cfg, tokens=1):` and pass tokens to mk.input_ids"
+)
 
 
 class MissingField(AttributeError):
@@ -94,8 +97,11 @@ class Kernel:
         """Run the function on symbolic tensors.
 
         ``config`` is a dict or any object with attributes; ``tokens`` the most new tokens of a launch (1 to 16), by default
-        the function's own default. Raises MegadslError with everything that was found wrong (MK100 to MK149, MK201 to MK211).
+        the function's own default. Raises MegadslError with everything that was found wrong (MK100 to MK149, MK187, MK201 to MK211).
         """
+        code = self.function.__code__
+        if tokens is not None and "tokens" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            raise error(NO_TOKENS, self.span, kernel=self.name)
         tracer = Tracer(self.name)
         cfg = Config(config)
         keywords = {} if tokens is None else {"tokens": tokens}

@@ -13,10 +13,14 @@ OPERANDS = declare(
     "let one of them come from a linear, so that it is combined in that linear's epilogue",
 )
 PARTS = declare(
-    "MK172", "the expression after {op!r} combines {count} matrices row by row; at most 2 can be folded", "split it into two expressions"
+    "MK172",
+    "the expression after {op!r} combines {count} matrices row by row; at most 2 can be folded",
+    "split it into two expressions",
 )
 SPREAD = declare("MK173", "queries, keys and values of {op!r} come from different linears", "compute them in one linear of several weights")
-ROPE_DIMS = declare("MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops")
+ROPE_DIMS = declare(
+    "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops"
+)
 CARRIED = declare(
     "MK175", "the loop-carried value {value!r} begins as the result of {op!r}, which is no embedding", "start the loop from mk.embed(...)"
 )

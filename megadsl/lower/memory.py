@@ -25,7 +25,6 @@ DOES_NOT_FIT = declare(
 WARP_THREADS = 32
 CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in column chunks rather than squeezing the ring
 MIN_STAGES = 2
-MERGE_FLOATS = 10
 ABORT_BYTES = 16
 TAPE_ENTRY_BYTES = 56
 
@@ -97,7 +96,8 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "gates", 4 * len(graph.ops)
     for role, ring in schedule.rings:
         yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
-        yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, schedule, chunks) for op in graph.ops if schedule.op(op.name).loader == role)
+        loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
+        yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, schedule, chunks) for op in loaded)
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
     yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     linears = [op for op in graph.ops if isinstance(op, Linear)]
@@ -150,9 +150,6 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
             (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
             (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
         ]
-        groups = op.heads * op.head_dim // GROUP_ROWS
-        items = largest_share(groups, schedule.blocks, schedule.op(op.name).share_offset) * tokens
-        yield [(f"{op.name}.merge", items * schedule.op(op.name).splits * MERGE_FLOATS * 4)]
 
 
 def _rings(

@@ -59,7 +59,8 @@ def _placed(record: PackRecord, offset: int, stride: int) -> PackRecord:
 def _records(op: Op) -> list[PackRecord]:
     if isinstance(op, Embed):
         rows, columns = op.table.shape
-        return [_record(op.name, "table", [PackSource(op.table.name, rows, "natural", 0)], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
+        source = PackSource(op.table.name, rows, "natural", 0)
+        return [_record(op.name, "table", [source], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
     if not isinstance(op, Linear):
         return []
     found = []

@@ -13,7 +13,10 @@ from megadsl.lower.memory import kept_values, prologue_values
 from megadsl.lower.packing import vector_name, vectors
 from megadsl.lower.tiling import tiling
 from megadsl.source import Span
-from megadsl.types import Level
+from megadsl.types import Level, ceil_div
+
+WARP_THREADS = 32
+MAX_IN_FLIGHT = 8  # 16-byte loads per thread: 32 registers
 
 
 @dataclass
@@ -40,6 +43,13 @@ class Builder:
 
     def position(self, op: str) -> int:
         return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
+
+    def in_flight(self, ref: ValueRef) -> int:
+        """Loads a thread keeps under way while it gathers ``ref``: all its vectors at once, up to MAX_IN_FLIGHT."""
+        exchange = self.exchange(ref.value)
+        owners = min(exchange.owners, ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 1)
+        threads = self.schedule.consumer.warps * WARP_THREADS
+        return max(1, min(MAX_IN_FLIGHT, ceil_div(owners * exchange.vectors, threads)))
 
     def gated(self, op: Op) -> bool:
         return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
@@ -70,21 +80,17 @@ def build_programs(builder: Builder) -> tuple[Program, ...]:
     programs: list[Program] = []
     warp = 0
     for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
-        phase: Callable[[Op], Iterator[Phase]]
-        if role.kind == "loader":
-            body = _in_loops(builder, lambda op, name=role.name: _load_phases(builder, op, name))  # type: ignore[misc]
-        else:
-            body = _in_loops(builder, lambda op, name=role.name: _consume_phases(builder, op, name))  # type: ignore[misc]
-        programs.append(Program(role.name, role.kind, warp, role.warps, body))
+        phases = _load_phases if role.kind == "loader" else _consume_phases
+        programs.append(Program(role.name, role.kind, warp, role.warps, _in_loops(builder, phases, role.name)))
         warp += role.warps
     return tuple(programs)
 
 
-def _in_loops(builder: Builder, phases: Callable[[Op], Iterator[Phase]]) -> tuple[Item, ...]:
+def _in_loops(builder: Builder, phases: Callable[[Builder, Op, str], Iterator[Phase]], role: str) -> tuple[Item, ...]:
     items: list[Item] = []
     inside: list[Phase] = []
     for op in builder.graph.ops:
-        found = list(phases(op))
+        found = list(phases(builder, op, role))
         if op.loop is not None:
             inside.extend(found)
             continue
@@ -122,8 +128,9 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
     for arg, _ in vectors(op):
-        weights = Region("weights", vector_name(op, arg), Level.GPU)
-        yield Instr(Verb.LOAD, "load_vector", op.name, op.span, site, (weights,), (ring,), args={"record": vector_name(op, arg), "hint": hint})
+        record = vector_name(op, arg)
+        weights = Region("weights", record, Level.GPU)
+        yield Instr(Verb.LOAD, "load_vector", op.name, op.span, site, (weights,), (ring,), args={"record": record, "hint": hint})
     weights = Region("weights", op.name, Level.GPU)
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
@@ -158,7 +165,8 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     site = builder.site(role, op.name, "publish", "", op.span)
     round_ = sequence(builder, value, op.name, publishing=True)
     args = {"value": value, "wire": exchange.wire, "round": round_, "groups": exchange.groups, "features": exchange.group_features}
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (Region("exchange", value, exchange.level, round_),), args=args)
+    into = Region("exchange", value, exchange.level, round_)
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), args=args)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -203,7 +211,7 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole)
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, in_flight=builder.in_flight(ref))
     for index, (arg, _) in enumerate(vectors(op)):
         site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
         ring = Region("ring", ring_role, Level.BLOCK)
@@ -213,7 +221,8 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
     for index, reduce in enumerate(found):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
         scalars = Region("smem", "scalars", Level.BLOCK)
-        yield Instr(Verb.COMPUTE, "reduce", op.name, op.span, None, (rows,), (scalars,), args={"reduce": reduce, "index": index, "linear": op})
+        args = {"reduce": reduce, "index": index, "linear": op}
+        yield Instr(Verb.COMPUTE, "reduce", op.name, op.span, None, (rows,), (scalars,), args=args)
     if len(op.prologue.args) > 1 or found or not _is_plain(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
         yield Instr(Verb.COMPUTE, "apply", op.name, op.span, None, (rows,), (rows,), args={"linear": op, "reductions": found})
@@ -247,7 +256,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        "parts_wire": parts.wire, "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "in_flight": builder.in_flight(op.q), "parts_wire": parts.wire, "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", args=args)
     yield builder.stamp(op.name, "parts", op.span)

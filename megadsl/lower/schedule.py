@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megadsl.diagnostics import Collector, collecting, declare
-from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -69,8 +69,8 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     )
 
 
-def _default_op(op: object, blocks: int) -> OpSchedule:
-    name = getattr(op, "name")
+def _default_op(op: Op, blocks: int) -> OpSchedule:
+    name = op.name
     if isinstance(op, Attention):
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
     return OpSchedule(name, LOADER)
@@ -126,15 +126,21 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine) -> None:
         _check_warps(schedule, machine, graph, found)
         _check_rings(graph, schedule, machine, found)
         _check_edges(schedule, graph, found)
-        for op in schedule.ops:
-            if op.prefetch.hint not in HINTS:
-                found.add(BAD_HINT, graph.op(op.op).span, hint=op.prefetch.hint, op=op.op)
-            if op.prefetch.l2_bytes and "l2_bulk_prefetch" not in machine.features:
-                found.add(LACKS, graph.op(op.op).span, what="l2 prefetch", feature="l2_bulk_prefetch", arch=machine.arch, having=_having("l2_bulk_prefetch"))
-            if not 0 <= op.share_offset < schedule.blocks:
-                found.add(BAD_COUNT, graph.op(op.op).span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=schedule.blocks - 1)
-            if not 1 <= op.splits <= schedule.blocks:
-                found.add(BAD_COUNT, graph.op(op.op).span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=schedule.blocks)
+        _check_ops(schedule, graph, machine, found)
+
+
+def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collector) -> None:
+    blocks, bulk_prefetch = schedule.blocks, "l2_bulk_prefetch"
+    for op in schedule.ops:
+        span = graph.op(op.op).span
+        if op.prefetch.hint not in HINTS:
+            found.add(BAD_HINT, span, hint=op.prefetch.hint, op=op.op)
+        if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
+            found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
+        if not 0 <= op.share_offset < blocks:
+            found.add(BAD_COUNT, span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
+        if not 1 <= op.splits <= blocks:
+            found.add(BAD_COUNT, span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
 
 
 def _having(feature: str) -> str:
@@ -153,7 +159,8 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, found: Coll
         found.add(BAD_BLOCKS, graph.span, blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
     need = ceil_div(4 * graph.tokens, WARP_THREADS)  # one thread per (token, row pair) of a group
     if schedule.consumer.warps < need:
-        found.add(BAD_COUNT, graph.span, what="the number of consumer warps", value=schedule.consumer.warps, low=need, high=machine.max_warps_per_block - 1)
+        most = machine.max_warps_per_block - 1
+        found.add(BAD_COUNT, graph.span, what="the number of consumer warps", value=schedule.consumer.warps, low=need, high=most)
     if not 1 <= schedule.batch <= 32:
         found.add(BAD_COUNT, graph.span, what="batch", value=schedule.batch, low=1, high=32)
     if schedule.max_kv < graph.tokens:

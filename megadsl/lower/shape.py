@@ -33,6 +33,11 @@ def divisor_inverse(divisor: int) -> int:
     return inverse - 2**32 if inverse >= 2**31 else inverse
 
 
+def merge_lanes(splits: int) -> int:
+    """Lanes that share one item of a merge: the least power of two that holds all splits, at most a warp."""
+    return min(32, 1 << (splits - 1).bit_length())
+
+
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
     """Bytes from one KV head to the next and from one layer to the next."""
     head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.head_dim * 2 * 2
@@ -68,8 +73,8 @@ def _smem(memory: Memory) -> tuple[int, ...]:
 
 def _exchange(e: Exchange) -> Record:
     words = (
-        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.groups, e.group_features, e.share_offset,
-        e.flags_offset // OFFSET_UNIT,
+        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.groups, e.group_features,
+        e.share_offset, e.flags_offset // OFFSET_UNIT,
     )  # fmt: skip
     return Record("mk::ExchangeShape", f"{ident(e.name)}_exchange", words, f"{e.wire}, {e.dtype}")
 
@@ -95,7 +100,7 @@ def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record
 
 def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
-    words = (
+    words: tuple[int, ...] = (
         record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, how.share_offset, op.rows, op.columns,
         tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
     )  # fmt: skip
@@ -103,7 +108,8 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
     rotated = [i for i, p in enumerate(op.parts) if p.rope is not None]
     if rotated:
         begin = sum(p.rows for p in op.parts[: rotated[0]])
-        found.append(Record("mk::RopeShape", f"{ident(op.name)}_rope", (begin, begin + sum(op.parts[i].rows for i in rotated))))
+        rows = (begin, begin + sum(op.parts[i].rows for i in rotated))
+        found.append(Record("mk::RopeShape", f"{ident(op.name)}_rope", rows))
     for arg, _ in vectors(op):
         vector = packed.find(vector_name(op, arg))
         words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)
@@ -115,11 +121,11 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, 
     how = schedule.op(op.name)
     head, layer = kv_strides(op, schedule.max_kv)
     words = (
-        kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin, op.k.begin,
-        op.v.begin, float_bits(op.scale * LOG2_E), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
+        kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin,
+        op.k.begin, op.v.begin, float_bits(op.scale * LOG2_E), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
         memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv,
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)
-    merge = (share.groups, share.share_offset, memory.offset(f"{op.name}.merge"))
+    merge = (share.groups, share.share_offset, merge_lanes(how.splits))
     assert share.group_features == GROUP_ROWS
     return [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]

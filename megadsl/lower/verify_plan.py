@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 from megadsl.ir.graph import Linear
-from megadsl.ir.plan import Area, LayerLoop, Plan, Verb
+from megadsl.ir.plan import Area, Instr, Item, LayerLoop, Plan, Verb
 from megadsl.lower.programs import instructions
 from megadsl.lower.tiling import tiling
 
@@ -43,9 +46,10 @@ def _loads_match(plan: Plan) -> None:
         assert _op_order(filled) == _op_order(taken), f"loader {program.role!r} and the consumers disagree on the order of ops"
 
 
-def _walk(items: object) -> list[tuple[bool, object]]:  # type: ignore[type-arg]
-    found = []
-    for item in items:  # type: ignore[attr-defined]
+def _walk(items: Iterable[Item]) -> list[tuple[bool, Instr]]:
+    """Every instruction, and whether it runs once per layer."""
+    found: list[tuple[bool, Instr]] = []
+    for item in items:
         looped = isinstance(item, LayerLoop)
         found.extend((looped, i) for i in instructions([item]))
     return found
@@ -61,7 +65,7 @@ def _op_order(stages: list[tuple[bool, str, str]]) -> list[str]:
 
 def _areas(areas: tuple[Area, ...], total: int) -> None:
     fixed = sorted((a for a in areas if not a.overlay and a.bytes), key=lambda a: a.offset)
-    for before, after in zip(fixed, fixed[1:], strict=False):
+    for before, after in pairwise(fixed):
         assert before.offset + before.bytes <= after.offset, f"shared memory: {before.name} runs into {after.name}"
     overlays = [a for a in areas if a.overlay]
     for a in overlays:

@@ -56,7 +56,7 @@ struct Context {
   void* resume;
 };
 
-// x18 belongs to the platform and x29 is saved by hand; "hint 36" is the landing pad of indirect jumps.
+// x29 is saved by hand; "hint 36" is the landing pad of indirect jumps.
 MK_PTX void switch_context(Context& from, const Context& to) {
   register Context* f asm("x0") = &from;
   register const Context* t asm("x1") = &to;
@@ -73,7 +73,7 @@ MK_PTX void switch_context(Context& from, const Context& to) {
       "hint 36\n\t"
       : "+r"(f), "+r"(t)
       :
-      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "x19", "x20",
+      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "x18", "x19", "x20",
         "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8",
         "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25",
         "v26", "v27", "v28", "v29", "v30", "v31", "memory", "cc");

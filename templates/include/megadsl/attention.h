@@ -73,14 +73,18 @@ struct Softmax {
   float maximum[2] = {kNoMaximum, kNoMaximum};
   float sum[2] = {0.0f, 0.0f};
   float out[T::kHeadDim / 8][4] = {};
-  u32x4 query[T::kPanels][2];
+  smem_ptr<char> tile;  // this warp's query tile
+  // Heads of 128 would not leave enough registers: their queries are read again for each chunk.
+  static constexpr bool kKeepQueries = T::kHeadDim <= 64;
+  u32x4 kept[kKeepQueries ? T::kPanels : 1][2];
 
-  MK_DEV void load_queries(smem_ptr<char> tile, u32 lane) {
-    const u32 g = lane / 4, q = lane % 4;
+  MK_DEV u32x4 load_query(u32 panel, u32 half, u32 lane) const {
+    return ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16));
+  }
+  MK_DEV Softmax(smem_ptr<char> query_tile, u32 lane) : tile(query_tile) {
+    if (!kKeepQueries) return;
 #pragma unroll
-    for (u32 p = 0; p < T::kPanels; ++p)
-#pragma unroll
-      for (u32 h = 0; h < 2; ++h) query[p][h] = ptx::ld_shared<u32x4>(tile.template at<u32x4>((p * 16 + g + 8 * h) * 64 + q * 16));
+    for (u32 p = 0; p < (kKeepQueries ? T::kPanels : 0); ++p) kept[p][0] = load_query(p, 0, lane), kept[p][1] = load_query(p, 1, lane);
   }
 
   // Scores of 16 rows: score[half][i] belongs to query row g + 8 * (i / 2), KV row half * 8 + 2q + i % 2.
@@ -91,8 +95,10 @@ struct Softmax {
 #pragma unroll
       for (u32 p = 0; p < T::kPanels; ++p) {
         const u32x4 k = ptx::ld_shared<u32x4>(keys.template at<u32x4>(((half * T::kPanels + p) * 8 + g) * 64 + q * 16));
-        ptx::mma_m16n8k16(score[half], query[p][0].x, query[p][1].x, query[p][0].y, query[p][1].y, k.x, k.y);
-        ptx::mma_m16n8k16(score[half], query[p][0].z, query[p][1].z, query[p][0].w, query[p][1].w, k.z, k.w);
+        const u32x4 lo = kKeepQueries ? kept[kKeepQueries ? p : 0][0] : load_query(p, 0, lane);
+        const u32x4 hi = kKeepQueries ? kept[kKeepQueries ? p : 0][1] : load_query(p, 1, lane);
+        ptx::mma_m16n8k16(score[half], lo.x, hi.x, lo.y, hi.y, k.x, k.y);
+        ptx::mma_m16n8k16(score[half], lo.z, hi.z, lo.w, hi.w, k.z, k.w);
       }
   }
 
@@ -164,7 +170,7 @@ struct Softmax {
 };
 
 // Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
-template <class Wire, class T, class B>
+template <class Wire, class T, u32 kInFlight, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
@@ -186,7 +192,7 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
   for (u32 what = 0; what < (unit.fresh ? 3u : 1u); ++what) {
     const u32 features = what == 0 ? head_rows * T::kHeadDim : T::kHeadDim;
     const u32 begin = u32(what == 0 ? s.q_begin : what == 1 ? s.k_begin : s.v_begin) + unit.head * features;
-    gather_features<Wire, kTokens, 2, false>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
+    gather_features<Wire, kTokens, kInFlight, false>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
                                       [&](u32 feature, u32 token, u16 bits) {
                                         const u32 head = (feature - begin) / T::kHeadDim, dim = (feature - begin) % T::kHeadDim;
                                         const smem_ptr<char> into = what == 0 ? queries : fresh;
@@ -250,7 +256,7 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
 }
 
 // Consumer side of attention for all units of this block.
-template <class QkvWire, class PartWire, class T, class B, class R>
+template <class QkvWire, class PartWire, class T, u32 kInFlight, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
@@ -259,7 +265,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
-    gather_unit<QkvWire, T>(block, gather_site, s, qkv, qkv_sequence, unit);
+    gather_unit<QkvWire, T, kInFlight>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
@@ -267,19 +273,21 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const u32 tile = block.warp % tiles, mine = block.warp / tiles;
       const bool active = mine < classes;
       const u32 row0 = (first_tile + tile) * 16 + block.lane / 4;
-      Softmax<T> state;
-      state.load_queries(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane);
+      Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane);
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
+      const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
 #pragma unroll 1
-      for (u32 chunk = unit.begin; chunk < unit.end + (unit.fresh ? 1u : 0u); chunk += kPerStage) {
-        const bool cached = chunk < unit.end;
-        const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, chunk) : block.template at<char>(s.fresh);
-        const u32 count = cached ? min_u32(kPerStage, unit.end - chunk) : 1;
+      for (u32 stage = 0; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
+        const bool cached = stage < stages;
+        const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
+        const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
+        const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
 #pragma unroll 1
         for (u32 i = 0; active && i < count; ++i) {
-          if ((chunk + i - unit.begin) % classes != mine) continue;
+          const u32 chunk = cached ? first + i : cached_chunks;
+          if (chunk % classes != mine) continue;
           u32 rows = step.tokens, seen[2];
-          if (cached) rows = min_u32(kChunkRows, step.kv_len - (chunk + i) * kChunkRows);
+          if (cached) rows = min_u32(kChunkRows, step.kv_len - (unit.begin + chunk) * kChunkRows);
 #pragma unroll
           for (u32 r = 0; r < 2; ++r) {
             seen[r] = (1u << rows) - 1;
@@ -288,7 +296,6 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
           state.take(from.template at<char>(i * T::kChunkBytes), block.lane, scale_log2, seen, rows);
         }
         if (cached) reader.release();
-        if (cached && chunk + kPerStage > unit.end) chunk = unit.end - kPerStage;  // the step's own chunk follows the last one
       }
       if (active) {
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);

@@ -7,63 +7,83 @@ namespace mk {
 struct MergeShape {
   i32 groups;        // heads * head_dim / 8
   i32 share_offset;
-  i32 scratch;       // shared memory: [item][split][10] fp32
+  i32 lanes;         // lanes that share an item: the power of two that holds all splits, at most 32
 };
 
-// Polls the three vectors (eight values, {max, sum}) of each of this block's (feature group, token, split), merges the
-// splits in order and stages the bf16 results. Ends behind a barrier, ready for publish_share().
+// One lane's splits of an item: eight output features, weighted relative to a running maximum.
+struct MergeState {
+  float top = kNoMaximum;
+  float sum = 0.0f;
+  float out[8] = {};
+
+  MK_DEV void add(float other_top, float other_sum, const float (&other)[8]) {
+    const float highest = math::max(top, other_top);
+    const float mine = ptx::exp2_approx(top - highest), theirs = ptx::exp2_approx(other_top - highest);
+    top = highest;
+    sum = sum * mine + other_sum * theirs;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) out[i] = out[i] * mine + other[i] * theirs;
+  }
+  MK_DEV void add_lane(u32 mask) {
+    float other[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) other[i] = ptx::shfl_xor(out[i], mask);
+    add(ptx::shfl_xor(top, mask), ptx::shfl_xor(sum, mask), other);
+  }
+};
+
+// Polls the three vectors of one (unit, query row, feature group): eight values and {maximum, sum}.
+template <class Wire, class T>
+MK_DEV void poll_part(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, u32 unit, u32 row, u32 part, MergeState& state) {
+  const u32 base = unit * u32(parts.vectors) + row * T::kVectors;
+  const u32 at[3] = {base + part * 2, base + part * 2 + 1, base + T::kVectors - 1};
+  u32x4 v[3] = {};
+  wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+    if (Wire::kFlagged) {
+      observed = ptx::ld_acquire(round.flags + unit * kFlagStride);
+      if (observed != round.sequence) return false;
+    }
+    bool all = true;
+#pragma unroll
+    for (u32 j = 0; j < 3; ++j) v[j] = ptx::ld_relaxed(round.vectors + at[j]);
+#pragma unroll
+    for (u32 j = 0; j < 3; ++j)
+      if (!Wire::kFlagged && !Wire::ready_f32(v[j], round.sequence)) observed = Wire::tag_f32(v[j]), all = false;
+    return all;
+  });
+  const float values[8] = {Wire::value_f32(v[0].x), Wire::value_f32(v[0].y), Wire::value_f32(v[0].z), Wire::value_f32(v[0].w),
+                           Wire::value_f32(v[1].x), Wire::value_f32(v[1].y), Wire::value_f32(v[1].z), Wire::value_f32(v[1].w)};
+  state.add(Wire::value_f32(v[2].x), Wire::value_f32(v[2].y), values);
+}
+
+// Merges the splits of this block's (feature group, token) items, `lanes` lanes to an item, in a fixed order, and stages
+// the bf16 results. Ends behind a barrier, ready for publish().
 template <class Wire, class T, class B>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
                       smem_ptr<u16> staged) {
-  constexpr u32 kTokens = B::kTokens, kFloats = 10, kGroupsPerHead = T::kHeadDim / 8;
+  constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
   const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block);
   const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1);
-  const u32 splits = u32(a.splits), items = (end - begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens;
+  const u32 splits = u32(a.splits), items = (end - begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
   const Round round = exchange_round(block.buffers, parts, sequence);
-  const smem_ptr<float> scratch = block.template at<float>(s.scratch);
+  const u32 rounded = ceil_div(items * lanes, 32) * 32;  // whole warps: lanes without an item still shuffle
 #pragma unroll 1
-  for (u32 i = block.thread; i < items * splits; i += B::kThreads) {
-    const u32 split = i % splits, item = i / splits, token = item % kTokens, group = begin + item / kTokens;
-    const u32 head = group / kGroupsPerHead, part = group % kGroupsPerHead;
-    const u32 unit = head / heads_per_kv * splits + split, row = head % heads_per_kv * kTokens + token;
-    const u32 base = unit * u32(parts.vectors) + row * T::kVectors;
-    const smem_ptr<float> into = scratch + i * kFloats;
-    const u32 at[3] = {base + part * 2, base + part * 2 + 1, base + T::kVectors - 1};
-    u32x4 v[3] = {};
-    wait(block.cx, site, at[0], sequence, [&](u32& observed) {
-      if (Wire::kFlagged) {
-        observed = ptx::ld_acquire(round.flags + unit * kFlagStride);
-        if (observed != sequence) return false;
-      }
-      bool all = true;
-#pragma unroll
-      for (u32 j = 0; j < 3; ++j) v[j] = ptx::ld_relaxed(round.vectors + at[j]);
-#pragma unroll
-      for (u32 j = 0; j < 3; ++j) {
-        if (!Wire::kFlagged && !Wire::ready_f32(v[j], sequence)) observed = Wire::tag_f32(v[j]), all = false;
-      }
-      return all;
-    });
-    const u32 words[kFloats] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w, v[2].x, v[2].y};
-#pragma unroll
-    for (u32 j = 0; j < kFloats; ++j) ptx::st_shared<float>(into + j, Wire::value_f32(words[j]));
-  }
-  block.sync();
+  for (u32 i = block.thread; i < rounded; i += B::kThreads) {
+    const u32 item = i / lanes, token = item % kTokens, group = begin + item / kTokens;
+    const u32 head = group / kGroupsPerHead;
+    MergeState state;
 #pragma unroll 1
-  for (u32 i = block.thread; i < items * 8; i += B::kThreads) {
-    const u32 feature = i % 8, item = i / 8, token = item % kTokens, group = item / kTokens;
-    const smem_ptr<float> row = scratch + item * splits * kFloats;
-    float top = kNoMaximum, sum = 0.0f, out = 0.0f;
+    for (u32 split = i % lanes; item < items && split < splits; split += lanes)
+      poll_part<Wire, T>(block.cx, site, parts, round, head / heads_per_kv * splits + split, head % heads_per_kv * kTokens + token,
+                         group % kGroupsPerHead, state);
 #pragma unroll 1
-    for (u32 split = 0; split < splits; ++split) top = math::max(top, ptx::ld_shared<float>(row + (split * kFloats + 8)));
-#pragma unroll 1
-    for (u32 split = 0; split < splits; ++split) {
-      const float weight = ptx::exp2_approx(ptx::ld_shared<float>(row + (split * kFloats + 8)) - top);
-      sum += weight * ptx::ld_shared<float>(row + (split * kFloats + 9));
-      out += weight * ptx::ld_shared<float>(row + (split * kFloats + feature));
-    }
+    for (u32 mask = lanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
+    if (item >= items || i % lanes != 0) continue;
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
-    ptx::st_shared<u16>(staged + ((group * 8 + feature) * kTokens + token), ptx::to_bf16(sum > 0.0f ? out / sum : 0.0f));
+    const float scale = state.sum > 0.0f ? 1.0f / state.sum : 0.0f;
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j)
+      ptx::st_shared<u16>(staged + ((item / kTokens * 8 + j) * kTokens + token), ptx::to_bf16(state.out[j] * scale));
   }
   block.sync();
 }
