@@ -9,7 +9,7 @@ from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl explain llama-3.2-1b --tokens 4"
 
-_PIPE_WIDTH = 240  # columns when the output is no terminal, so that nothing is cut
+_WIDTH = 240  # columns, whatever the terminal has: a long line that wraps reads better than folded cells
 
 
 def command(
@@ -41,8 +41,7 @@ def _print_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(line[index][:1].isdigit() for line in lines if line[index])
-        table.add_column(column, justify="right" if numeric and lines else "left", overflow="fold")
+        table.add_column(column, justify="right" if numeric and lines else "left", no_wrap=True)
     for line in lines:
         table.add_row(*map(Text, line))
-    console = Console()
-    console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
+    Console(width=_WIDTH).print(table)

@@ -64,7 +64,7 @@ def needs_whole_rows(op: Linear) -> bool:
 
 def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...]) -> Memory:
     """Lay out everything but the rings, then give the rings what is left (or what the user asked for, if it fits)."""
-    chunks = {op.name: _chunk(op, graph) for op in graph.ops if isinstance(op, Linear)}
+    chunks = {op.name: chunk_pieces(op, graph) for op in graph.ops if isinstance(op, Linear)}
     areas: list[Area] = []
     at = 0
     for name, size in _fixed(graph, schedule, exchanges, chunks):
@@ -81,7 +81,8 @@ def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: t
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
 
 
-def _chunk(op: Linear, graph: Graph) -> int:
+def chunk_pieces(op: Linear, graph: Graph) -> int:
+    """Tiles of a row group whose activations are gathered at once: all of them, unless they would squeeze the ring."""
     tiles = tiling(op)
     if needs_whole_rows(op):
         return tiles.pieces

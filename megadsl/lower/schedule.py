@@ -103,6 +103,11 @@ def share_begin(n: int, parts: int, offset: int, i: int) -> int:
     return (n * i + offset) // parts
 
 
+def share_owner(n: int, parts: int, offset: int, item: int) -> int:
+    """The part that owns ``item``; the device code's mk::share_owner."""
+    return ((item + 1) * parts - offset - 1) // n
+
+
 def largest_share(n: int, parts: int, offset: int) -> int:
     """Most items any part owns."""
     return max(share_begin(n, parts, offset, i + 1) - share_begin(n, parts, offset, i) for i in range(parts))

@@ -53,7 +53,9 @@ def build_shape(
     graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], packed: Packed, memory: Memory, stamps: int
 ) -> tuple[Record, ...]:
     """All members of Shape, in order."""
-    step = (graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"), memory.offset("gates"), stamps)
+    step = (
+        schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"), memory.offset("gates"), stamps,
+    )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:
         words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window)

@@ -49,11 +49,11 @@ MK_DEV void answer(const mk::Buffers& b, const Shape& s, u32 epoch) {
 }  // namespace
 
 extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, const __grid_constant__ Shape s) {
-  const mk::Context cx = mk::enter(b, ptx::smem_base().at<u32>(0));
+  const mk::Context cx = mk::enter(b, ptx::smem_base().at<u32>(0), mk::Divisor::of(ptx::num_blocks()));
   if (!mk::may_run(b)) return;
   const u32 epoch = ptx::ld_global<u32>(&b.control->epoch);
   const u32 silent = ptx::ld_global<u32>(reinterpret_cast<const u32*>(b.kv));
-  if (ptx::thread_id() == 0) ptx::st_shared<u32>(cx.abort_word, 0u);
+  if (ptx::thread_id() == 0) mk::init_block(cx);
   ptx::syncthreads();
   mk::stamp(cx, b, 0, kStamps, 1);
   u32* words = reinterpret_cast<u32*>(b.exchange);

@@ -270,10 +270,10 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), classes = B::kWarps / tiles;
-      const u32 tile = block.warp % tiles, mine = block.warp / tiles;
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
-      const u32 row0 = (first_tile + tile) * 16 + block.lane / 4;
-      Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane);
+      const u32 row0 = (first_tile + tile) * 16 + block.lane() / 4;
+      Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
       const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
 #pragma unroll 1
@@ -293,13 +293,13 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
             seen[r] = (1u << rows) - 1;
             if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
           }
-          state.take(from.template at<char>(i * T::kChunkBytes), block.lane, scale_log2, seen, rows);
+          state.take(from.template at<char>(i * T::kChunkBytes), block.lane(), scale_log2, seen, rows);
         }
         if (cached) reader.release();
       }
       if (active) {
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
-        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane, rows);
+        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
       }
       block.sync();
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);

@@ -34,12 +34,12 @@ struct Block {
   const Buffers& buffers;
   smem_ptr<char> smem;
   u32 thread;
-  u32 warp;
-  u32 lane;
 
   MK_DEV Block(const Context& context, const Buffers& b)
-      : cx(context), buffers(b), smem(ptx::smem_base()), thread(ptx::thread_id() - kFirstWarp_ * 32),
-        warp(ptx::warp_id() - kFirstWarp_), lane(ptx::lane_id()) {}
+      : cx(context), buffers(b), smem(ptx::smem_base()), thread(ptx::thread_id() - kFirstWarp_ * 32) {}
+
+  MK_DEV u32 warp() const { return thread / 32; }
+  MK_DEV u32 lane() const { return thread % 32; }
 
   // Every consumer warp arrives, also after the launch was given up: waits then fall through, so partners always come.
   MK_DEV void sync() const { ptx::bar_sync(kBarrier, kThreads); }

@@ -20,6 +20,8 @@ struct RingShape {
 
 // What belongs to the launch rather than to an op.
 struct StepShape {
+  i32 blocks;
+  i32 blocks_inverse;  // Divisor::inverse of it
   i32 layers;
   i32 angles;      // shared memory: this launch's rotary angles
   i32 angle_rows;  // rows of the table in memory
@@ -41,9 +43,14 @@ MK_DEV void open_gate(smem_ptr<u32> gate, u32 thread, u32 layer) {
 // False when an earlier launch left an error: queued replays then return at once, whatever they were to do.
 MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.control->error) == kErrorNone; }
 
-MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word) {
-  const u64 deadline = ptx::globaltimer() + u64(ptx::ld_global<u32>(&buffers.control->timeout_us)) * 1000;
-  return {buffers.control, abort_word, ptx::block_id(), Divisor::of(ptx::num_blocks()), deadline, 0};
+// Called by every thread. One of them then sets up shared memory with init_block(), and the whole block meets.
+MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word, Divisor blocks) {
+  return {buffers.control, abort_word, ptx::block_id(), blocks, 0};
+}
+
+MK_DEV void init_block(const Context& cx) {
+  ptx::st_shared<u32>(cx.abort_word, 0u);
+  ptx::st_shared<u64>(cx.deadline(), ptx::globaltimer() + u64(ptx::ld_global<u32>(&cx.control->timeout_us)) * 1000);
 }
 
 MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {

@@ -52,9 +52,9 @@ MK_DEV void for_each_pass(const LinearShape& s, RowGroups own, F f) {
 template <class B>
 MK_DEV void multiply_tile(const B& block, smem_ptr<char> tile, smem_ptr<char> activations, u32 panels, float (&sums)[2][4]) {
   constexpr u32 kTokens = B::kTokens;
-  const u32 g = block.lane / 4, q = block.lane % 4;
+  const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll 4
-  for (u32 panel = block.warp; panel < panels; panel += B::kWarps) {
+  for (u32 panel = block.warp(); panel < panels; panel += B::kWarps) {
     const u32x4 w = ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16));
     u32x4 lo = {0, 0, 0, 0}, hi = {0, 0, 0, 0};
     if (g < kTokens) lo = ptx::ld_shared<u32x4>(activations.template at<u32x4>((panel * kTokens + g) * 64 + q * 16));
@@ -67,12 +67,12 @@ MK_DEV void multiply_tile(const B& block, smem_ptr<char> tile, smem_ptr<char> ac
 // Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32, or adds them to what an earlier chunk left.
 template <class B>
 MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const float (&sums)[2][4], bool add) {
-  const u32 g = block.lane / 4, q = block.lane % 4;
+  const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
   for (u32 half = 0; half < (B::kTokens > 8 ? 2u : 1u); ++half) {
     const u32 token = g + 8 * half;
     if (token >= B::kTokens) continue;
-    const smem_ptr<float> at = partials + (block.warp * B::kTokens + token) * kGroupRows + 2 * q;
+    const smem_ptr<float> at = partials + (block.warp() * B::kTokens + token) * kGroupRows + 2 * q;
     float a = sums[0][2 * half] + sums[1][2 * half], b = sums[0][2 * half + 1] + sums[1][2 * half + 1];
     if (add) a += ptx::ld_shared<float>(at), b += ptx::ld_shared<float>(at + 1);
     ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::float_bits(a), ptx::float_bits(b)});

@@ -43,13 +43,13 @@ enum class RowOp { kSum, kMax };
 template <RowOp kOp, class B, class Load>
 MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load load) {
   using Share = RowShare<B>;
-  const u32 part = block.warp / Share::kTokensAtOnce;
+  const u32 part = block.warp() / Share::kTokensAtOnce;
   if (part >= Share::kPerToken) return;
 #pragma unroll 1
-  for (u32 token = block.warp % Share::kTokensAtOnce; token < B::kTokens; token += Share::kTokensAtOnce) {
+  for (u32 token = block.warp() % Share::kTokensAtOnce; token < B::kTokens; token += Share::kTokensAtOnce) {
     float total = kOp == RowOp::kSum ? 0.0f : -INFINITY;
 #pragma unroll 1
-    for (u32 column = (part * 32 + block.lane) * 8; column < columns; column += Share::kPerToken * 256) {
+    for (u32 column = (part * 32 + block.lane()) * 8; column < columns; column += Share::kPerToken * 256) {
       float v[8];
       load(activation_offset<B::kTokens>(column, token), column, v);
 #pragma unroll
@@ -63,7 +63,7 @@ MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load
       const float other = ptx::shfl_xor(total, mask);
       total = kOp == RowOp::kSum ? total + other : math::max(total, other);
     }
-    if (block.lane == 0) ptx::st_shared<float>(parts + (token * Share::kPerToken + part), total);
+    if (block.lane() == 0) ptx::st_shared<float>(parts + (token * Share::kPerToken + part), total);
   }
 }
 

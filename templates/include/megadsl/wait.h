@@ -13,8 +13,10 @@ struct Context {
   smem_ptr<u32> abort_word;  // one per block, so that a stuck warp need not ask global memory at each poll
   u32 block;
   Divisor blocks;
-  u64 deadline;  // globaltimer, ns: when a waiter gives the launch up
   u32 layer;
+
+  // globaltimer, ns: when a waiter gives the launch up. In shared memory behind the abort word, since only cold code reads it.
+  MK_DEV smem_ptr<u64> deadline() const { return abort_word.template at<u64>(8); }
 };
 
 constexpr u32 kPollsPerCheck = 256;  // how often a waiter looks at the clock and at the global abort word
@@ -24,7 +26,7 @@ namespace detail {
 // The cold end of a wait, inlined at every site and therefore short. The first waiter that is late writes the record. The
 // error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
 MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 observed) {
-  const bool late = ptx::globaltimer() > cx.deadline;
+  const bool late = ptx::globaltimer() > ptx::ld_shared<u64>(cx.deadline());
   if (!late && ptx::ld_relaxed(&cx.control->abort) == 0) return false;
   if (late && ptx::atom_cas(&cx.control->error, kErrorNone, kErrorWriting) == kErrorNone) {
     ErrorRecord& record = cx.control->record;
