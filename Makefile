@@ -1,5 +1,6 @@
 # make demo   set up, then write text with SmolLM2-135M: on an H200, or without a GPU in the emulator
 # make test   set up, then lint, type-check and test
+# make generated   write the committed kernels under generated/ anew
 PYTHON ?= python3
 VENV ?= .venv
 # The release that the tests run with. Set TORCH to have another one, or a build for another CUDA.
@@ -9,7 +10,7 @@ PROMPT ?= The capital of France is
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.megadsl-ready
 
-.PHONY: demo test lint setup check-tools clean
+.PHONY: demo test lint generated setup check-tools clean
 
 demo: setup
 	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
@@ -20,6 +21,9 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict megadsl
+
+generated: setup
+	$(BIN)/python -m tools.regenerate
 
 setup: $(STAMP)
 

@@ -11,7 +11,7 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
-from megadsl.lower.memory import kept_values, prologue_values
+from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import ident
 from megadsl.resources import templates

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.ir.graph import Attention, Embed, Graph, Linear
-from megadsl.lower.memory import prologue_values
-from megadsl.lower.packing import vectors
+from megadsl.lower.operands import prologue_values, vectors
 
 OPERANDS = declare(
     "MK171",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from megadsl.diagnostics import declare, error
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule
-from megadsl.lower.packing import vectors
+from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
 from megadsl.lower.schedule import largest_share
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
@@ -43,23 +43,6 @@ class Memory:
 
     def chunk(self, op: str) -> int:
         return dict(self.chunks)[op]
-
-
-def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
-    """Gathered operands of a prologue, in argument order."""
-    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, ValueRef)]
-
-
-def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
-    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
-    fused: Fused | None = op.epilogue
-    parts = {p.name for p in op.parts}
-    return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]
-
-
-def needs_whole_rows(op: Linear) -> bool:
-    """A prologue with reductions or vector operands must see all columns at once."""
-    return bool(reductions(op.prologue.expr)) or len(op.prologue.args) > len(prologue_values(op))
 
 
 def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...]) -> Memory:

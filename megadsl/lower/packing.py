@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope, WeightRef
+from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope
 from megadsl.ir.plan import PackRecord, PackSource
+from megadsl.lower.operands import vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.types import round_up
 
@@ -27,11 +28,6 @@ class Packed:
 def vector_name(op: Linear, arg: str) -> str:
     """Pack record name of a vector operand of a prologue."""
     return f"{op.name}.{arg}"
-
-
-def vectors(op: Linear) -> list[tuple[str, WeightRef]]:
-    """Vector weights of the prologue, in argument order: the order the loader streams them."""
-    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
 
 
 def plan_packing(graph: Graph) -> Packed:

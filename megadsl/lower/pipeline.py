@@ -17,7 +17,8 @@ from megadsl.lower.fuse import fuse
 from megadsl.lower.infer import infer
 from megadsl.lower.limits import check_graph
 from megadsl.lower.memory import Memory, plan_memory
-from megadsl.lower.packing import Packed, plan_packing, vectors
+from megadsl.lower.operands import vectors
+from megadsl.lower.packing import Packed, plan_packing
 from megadsl.lower.programs import Builder, build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes

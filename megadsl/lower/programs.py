@@ -9,8 +9,8 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.memory import kept_values, prologue_values
-from megadsl.lower.packing import vector_name, vectors
+from megadsl.lower.operands import kept_values, prologue_values, vectors
+from megadsl.lower.packing import vector_name
 from megadsl.lower.tiling import tiling
 from megadsl.source import Span
 from megadsl.types import Level, ceil_div

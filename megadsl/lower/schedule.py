@@ -7,6 +7,7 @@ from dataclasses import replace
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
+from megadsl.lower.operands import needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.types import KIB, ceil_div
@@ -44,6 +45,12 @@ LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have",
 BAD_HINT = declare("MK168", "unknown cache hint {hint!r} for {op!r}", "use evict_first, evict_normal or evict_last")
 BARRIERS = declare(
     "MK169", "ring {ring!r} has {stages} stages, which is more than the {limit} a ring may have", "use at most {limit} stages"
+)
+
+BAD_CHUNK = declare(
+    "MK160",
+    "chunk of {op!r} is {chunk} tiles, a row group of it has {pieces}{why}",
+    "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
 
 HINTS = ("evict_first", "evict_normal", "evict_last")
@@ -146,6 +153,17 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collec
             found.add(BAD_COUNT, span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
         if not 1 <= op.splits <= blocks:
             found.add(BAD_COUNT, span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
+
+
+def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:
+    op = graph.op(how.op)
+    if how.chunk == 0:
+        return
+    pieces = tiling(op).pieces if isinstance(op, Linear) else 0
+    whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
+    if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
+        why = " and its prologue must see whole rows" if whole else ""
+        found.add(BAD_CHUNK, op.span, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 
 def _having(feature: str) -> str:

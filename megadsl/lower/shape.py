@@ -10,7 +10,8 @@ from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import sharing
 from megadsl.lower.memory import Memory
-from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name, vectors
+from megadsl.lower.operands import vectors
+from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 
 LOG2_E = math.log2(math.e)

@@ -1,0 +1,323 @@
+// decode_step: one decode step, 1 new token at most, sm_90a.
+// Written by megadsl from llama.py:10; edit the spec or the schedule, not this file.
+//
+// loader       warps 0 to 0 of every block (loader)
+// consumer     warps 1 to 8 of every block (consumer)
+// Model shapes, the number of blocks and all offsets are data (Shape); only tile, stage and fragment sizes are compiled in.
+#include "megadsl/kernel.h"
+
+// role: common
+namespace {
+
+using mk::u32, mk::u64, mk::smem_ptr;
+
+constexpr u32 kTokens = 1;
+constexpr u32 kBatch = 4;  // row groups whose partial sums meet at once
+constexpr u32 kThreads = 288;
+using Block = mk::Block<kTokens, 8, 1>;
+using LoaderRing = mk::Ring<13, 16384>;  // weights
+using AttentionTiling = mk::AttentionTiling<64, Block>;
+
+}  // namespace
+
+struct Shape {
+  mk::StepShape step;
+  mk::SmemShape smem;
+  mk::RingShape ring_loader;
+  mk::ExchangeShape x_exchange;  // Tagged, bf16
+  mk::ExchangeShape qkv_proj_exchange;  // Tagged, bf16
+  mk::ExchangeShape attention_exchange;  // Tagged, bf16
+  mk::ExchangeShape o_proj_exchange;  // Tagged, bf16
+  mk::ExchangeShape gate_up_proj_exchange;  // Tagged, bf16
+  mk::ExchangeShape attention_parts_exchange;  // Tagged, f32
+  mk::ExchangeShape lm_head_best_exchange;  // Tagged, u32
+  mk::EmbedShape embed_tokens;
+  mk::LinearShape qkv_proj;
+  mk::RopeShape qkv_proj_rope;
+  mk::VectorShape qkv_proj_input_layernorm;
+  mk::AttentionShape attention;
+  mk::MergeShape attention_merge;
+  mk::LinearShape o_proj;
+  mk::LinearShape gate_up_proj;
+  mk::VectorShape gate_up_proj_post_attention_layernorm;
+  mk::LinearShape down_proj;
+  mk::LinearShape lm_head;
+  mk::VectorShape lm_head_norm;
+};
+
+namespace {
+
+// role: loader
+// One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
+MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
+  mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), u32(s.ring_loader.window), step.kv_len);
+  const u64 evict_first = mk::ptx::policy_evict_first();
+  const u64 evict_normal = mk::ptx::policy_evict_normal();
+  const u32 layer_begin = tape.size;
+  // qkv_proj: 960 x 576  [llama.py:20]
+  tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
+  tape.matrix<kBatch>(0, s.qkv_proj, evict_first);
+  // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+  tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
+  // o_proj: 576 x 576  [llama.py:29]
+  tape.matrix<kBatch>(2, s.o_proj, evict_first);
+  // gate_up_proj: 3072 x 576  [llama.py:31]
+  tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
+  tape.matrix<kBatch>(3, s.gate_up_proj, evict_first);
+  // down_proj: 576 x 1536  [llama.py:32]
+  tape.matrix<kBatch>(4, s.down_proj, evict_first);
+  const u32 layer_end = tape.size;
+  // lm_head: 49152 x 576  [llama.py:36]
+  tape.vector(5, s.lm_head_norm, evict_first);
+  tape.matrix<kBatch>(5, s.lm_head, evict_first);
+  tape.play(0, layer_begin);
+  for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
+    cx.layer = layer;
+    tape.play(layer_begin, layer_end);
+  }
+  cx.layer = 0;
+  tape.play(layer_end, tape.size);
+  tape.loader.drain();
+}
+
+// role: consumer
+// All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
+MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
+  const Block block(cx, buffers);
+  mk::Reader<LoaderRing> read_loader(cx, ring_loader);
+  const smem_ptr<mk::u16> staged = block.at<mk::u16>(s.smem.staged), kept = block.at<mk::u16>(s.smem.kept);
+  const smem_ptr<char> activations = block.at<char>(s.smem.activations);
+  const u32 layers = u32(s.step.layers), epoch = step.epoch;
+  const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
+  mk::load_angles<64>(block, step, angles, u32(s.step.angle_rows));
+
+
+  // embed_tokens: rows of the table  [llama.py:17]
+  {
+    mk::run_embed(block, s.embed_tokens, step, staged);
+    mk::publish<mk::Tagged>(block, 6, s.x_exchange, epoch * (layers + 1), staged);
+    if (block.warp() == 0) mk::stamp(cx, buffers, 0, u32(s.step.stamps), layers);
+  }
+
+  for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
+    cx.layer = layer;
+
+    // qkv_proj: 960 x 576  [llama.py:20]
+    {
+      const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj.groups, s.qkv_proj.share_offset);
+      mk::run_matrix<kBatch>(
+          block, read_loader, 9, s.qkv_proj, s.smem,
+          [&](u32 begin, u32 columns) {
+            mk::gather_value<mk::Tagged, 2, true>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, 0 + begin,
+                             mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations);  // x
+            const smem_ptr<char> vector_input_layernorm = read_loader.wait_ahead(8, 0);  // input_layernorm
+            block.sync();
+            // r0 = mean(x * x)
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+              float x_[8];
+              mk::load8(activations, at, x_);
+              for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
+            });
+            block.sync();
+            // x * rsqrt(mean(x * x) + 1e-05) * input_layernorm
+            mk::apply_rows(block, u32(s.qkv_proj.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+              float x_[8], input_layernorm_[8];
+              mk::load8(activations, at, x_);
+              mk::load8(vector_input_layernorm, column * 2, input_layernorm_);
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.qkv_proj.columns);
+              for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * input_layernorm_[j];
+            });
+            read_loader.release();
+            if (block.warp() == 0) mk::stamp(cx, buffers, 1, u32(s.step.stamps), layers);
+          },
+          [&](u32 group, u32 pair, u32 token, float even, float odd) {
+            const u32 row = group * mk::kGroupRows + 2 * pair;
+            if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
+            const u32 at = (row - own.begin * mk::kGroupRows) * kTokens + token;
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(even));
+            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(odd));
+          });
+      mk::publish<mk::Tagged>(block, 10, s.qkv_proj_exchange, epoch * layers + layer, staged);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 2, u32(s.step.stamps), layers);
+    }
+
+    // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+    {
+      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, 1>(
+          block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
+          s.attention_parts_exchange, epoch * layers + layer);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 3, u32(s.step.stamps), layers);
+    }
+
+    // attention: add the splits  [llama.py:28]
+    {
+      mk::run_merge<mk::Tagged, AttentionTiling>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
+      mk::publish<mk::Tagged>(block, 14, s.attention_exchange, epoch * layers + layer, staged);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 4, u32(s.step.stamps), layers);
+    }
+
+    // o_proj: 576 x 576  [llama.py:29]
+    {
+      {
+        const mk::RowGroups own = mk::own_groups(cx, s.o_proj.groups, s.o_proj.share_offset);
+        const u32 end = mk::min_u32(own.end * 8, 576u);
+        mk::gather_kept<mk::Tagged>(block, 15, s.x_exchange, epoch * (layers + 1) + layer, 0, own.begin * 8, end, kept);
+      }
+      const mk::RowGroups own = mk::own_groups(cx, s.o_proj.groups, s.o_proj.share_offset);
+      mk::run_matrix<kBatch>(
+          block, read_loader, 17, s.o_proj, s.smem,
+          [&](u32 begin, u32 columns) {
+            mk::gather_value<mk::Tagged, 2, true>(block, 16, s.attention_exchange, epoch * layers + layer, 0 + begin,
+                             mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
+            if (block.warp() == 0) mk::stamp(cx, buffers, 5, u32(s.step.stamps), layers);
+          },
+          [&](u32 group, u32 pair, u32 token, float even, float odd) {
+            // x + o_proj
+            const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
+            const float kept0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at)));
+            const float kept0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at + kTokens)));
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(kept0_even + even));
+            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(kept0_odd + odd));
+          });
+      mk::publish<mk::Tagged>(block, 18, s.o_proj_exchange, epoch * layers + layer, staged);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 6, u32(s.step.stamps), layers);
+    }
+
+    // gate_up_proj: 3072 x 576  [llama.py:31]
+    {
+      const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj.groups, s.gate_up_proj.share_offset);
+      mk::run_matrix<kBatch>(
+          block, read_loader, 21, s.gate_up_proj, s.smem,
+          [&](u32 begin, u32 columns) {
+            mk::gather_value<mk::Tagged, 2, true>(block, 19, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
+                             mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations);  // o_proj
+            const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_ahead(20, 0);  // post_attention_layernorm
+            block.sync();
+            // r0 = mean(o_proj * o_proj)
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+              float o_proj_[8];
+              mk::load8(activations, at, o_proj_);
+              for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * o_proj_[j];
+            });
+            block.sync();
+            // o_proj * rsqrt(mean(o_proj * o_proj) + 1e-05) * post_attention_layernorm
+            mk::apply_rows(block, u32(s.gate_up_proj.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+              float o_proj_[8], post_attention_layernorm_[8];
+              mk::load8(activations, at, o_proj_);
+              mk::load8(vector_post_attention_layernorm, column * 2, post_attention_layernorm_);
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.gate_up_proj.columns);
+              for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * mk::math::rsqrt(r0 + 1e-05f) * post_attention_layernorm_[j];
+            });
+            read_loader.release();
+            if (block.warp() == 0) mk::stamp(cx, buffers, 7, u32(s.step.stamps), layers);
+          },
+          [&](u32 group, u32 pair, u32 token, float even, float odd) {
+            // silu(gate_proj) * up_proj
+            const u32 at = ((group - own.begin) * (mk::kGroupRows / 2) + pair) * kTokens + token;
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(mk::math::silu(even) * odd));
+          });
+      mk::publish<mk::Tagged>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 8, u32(s.step.stamps), layers);
+    }
+
+    // down_proj: 576 x 1536  [llama.py:32]
+    {
+      {
+        const mk::RowGroups own = mk::own_groups(cx, s.down_proj.groups, s.down_proj.share_offset);
+        const u32 end = mk::min_u32(own.end * 8, 576u);
+        mk::gather_kept<mk::Tagged>(block, 23, s.o_proj_exchange, epoch * layers + layer, 0, own.begin * 8, end, kept);
+      }
+      const mk::RowGroups own = mk::own_groups(cx, s.down_proj.groups, s.down_proj.share_offset);
+      mk::run_matrix<kBatch>(
+          block, read_loader, 25, s.down_proj, s.smem,
+          [&](u32 begin, u32 columns) {
+            mk::gather_value<mk::Tagged, 2, true>(block, 24, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
+                             mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
+            if (block.warp() == 0) mk::stamp(cx, buffers, 9, u32(s.step.stamps), layers);
+          },
+          [&](u32 group, u32 pair, u32 token, float even, float odd) {
+            // o_proj + down_proj
+            const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
+            const float kept0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at)));
+            const float kept0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at + kTokens)));
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(kept0_even + even));
+            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(kept0_odd + odd));
+          });
+      mk::publish<mk::Tagged>(block, 26, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      if (block.warp() == 0) mk::stamp(cx, buffers, 10, u32(s.step.stamps), layers);
+    }
+  }
+  cx.layer = 0;
+
+
+  // lm_head: 49152 x 576  [llama.py:36]
+  {
+    const mk::RowGroups own = mk::own_groups(cx, s.lm_head.groups, s.lm_head.share_offset);
+    mk::Best best;
+    mk::run_matrix<kBatch>(
+        block, read_loader, 29, s.lm_head, s.smem,
+        [&](u32 begin, u32 columns) {
+          mk::gather_value<mk::Tagged, 2, true>(block, 27, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
+                           mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations);  // x
+          const smem_ptr<char> vector_norm = read_loader.wait_ahead(28, 0);  // norm
+          block.sync();
+          // r0 = mean(x * x)
+          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+            float x_[8];
+            mk::load8(activations, at, x_);
+            for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
+          });
+          block.sync();
+          // x * rsqrt(mean(x * x) + 1e-05) * norm
+          mk::apply_rows(block, u32(s.lm_head.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+            float x_[8], norm_[8];
+            mk::load8(activations, at, x_);
+            mk::load8(vector_norm, column * 2, norm_);
+            const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.lm_head.columns);
+            for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * norm_[j];
+          });
+          read_loader.release();
+          if (block.warp() == 0) mk::stamp(cx, buffers, 11, u32(s.step.stamps), layers);
+        },
+        [&](u32 group, u32 pair, u32 token, float even, float odd) {
+          mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
+        });
+    {
+      const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.smem.scalars), winners = scratch + Block::kThreads;
+      mk::reduce_best(block, scratch, best, winners);
+      mk::choose_tokens(block, 30, s.lm_head_best_exchange, epoch, scratch, winners);
+    }
+    if (block.warp() == 0) mk::stamp(cx, buffers, 12, u32(s.step.stamps), layers);
+  }
+  mk::finish_step(block, step, true);
+}
+
+// role: common
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    megakernel(const __grid_constant__ mk::Buffers buffers, const __grid_constant__ Shape s) {
+  const smem_ptr<char> smem = mk::ptx::smem_base();
+  if (!mk::may_run(buffers)) return;
+  mk::Context cx = mk::enter(buffers, smem.at<u32>(s.step.abort_word), {u32(s.step.blocks), u32(s.step.blocks_inverse)});
+  const mk::Step step = mk::read_step(buffers, kTokens);
+  const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
+  if (mk::ptx::thread_id() == 0) {
+    mk::init_block(cx);
+    for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, 0u);
+    ring_loader.init(Block::kWarps);
+    mk::ptx::fence_mbarrier_init();
+  }
+  mk::ptx::syncthreads();
+  const u32 warp = mk::ptx::warp_id();
+  if (warp < 1) {
+    if (mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
+  }
+  else if (warp < 9) {
+    role_consumer(cx, buffers, s, step, ring_loader);
+  }
+}
+
+#if defined(MK_HOST)
+MK_HOST_ENTRY(megakernel, Shape)
+#endif

@@ -1,0 +1,28 @@
+"""What a linear's prologue and epilogue read, sorted by how it reaches the block."""
+
+from __future__ import annotations
+
+from megadsl.ir.expr import reductions
+from megadsl.ir.graph import Fused, Linear, ValueRef, WeightRef
+
+
+def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
+    """Gathered operands of a prologue, in argument order."""
+    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, ValueRef)]
+
+
+def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
+    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
+    fused: Fused | None = op.epilogue
+    parts = {p.name for p in op.parts}
+    return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]
+
+
+def needs_whole_rows(op: Linear) -> bool:
+    """A prologue with reductions or vector operands must see all columns at once."""
+    return bool(reductions(op.prologue.expr)) or len(op.prologue.args) > len(prologue_values(op))
+
+
+def vectors(op: Linear) -> list[tuple[str, WeightRef]]:
+    """Vector weights of the prologue, in argument order: the order the loader streams them."""
+    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
