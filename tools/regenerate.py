@@ -1,6 +1,6 @@
-"""Write the committed kernels, plans and manifests under generated/ anew: ``make generated``, or ``python -m tools.regenerate`` where megadsl can be imported.
+"""Write the committed kernels, plans and manifests under generated/ anew: ``make generated``.
 
-What the compiler gives for every model there, without the cubin: no nvcc is needed. tests/test_generated.py compares.
+What the compiler gives for every model there, without the cubin, so that no nvcc is needed. tests/test_generated.py compares.
 """
 
 from __future__ import annotations

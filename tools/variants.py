@@ -18,9 +18,9 @@ import torch
 import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention
-from megadsl.ops.cost import floor_seconds
+from megadsl.ir.graph import Attention, Graph
 from megadsl.machine import DEFAULT_ARCH, machine
+from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 from megadsl.types import KIB
@@ -28,31 +28,39 @@ from megadsl.types import KIB
 ROUNDS, REPLAYS = 7, 30
 
 
+SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
+
+
+def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
+    """One override, in the words of mk.schedule."""
+    match knob:
+        case "window" | "stages":
+            s.ring("weights", **{knob: int(value)})
+        case "warps":
+            s.role("consumer", warps=int(value))
+        case "batch" | "blocks":
+            getattr(s, knob)(int(value))
+        case "splits":
+            for op in graph.ops:
+                if isinstance(op, Attention):
+                    s[op.name].split(kv=int(value))
+        case "sync":
+            for op in graph.ops:
+                if getattr(op, "out", None) is not None:
+                    s[op.name].sync(SYNCS[value])
+        case "l2":
+            s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
+        case _:
+            raise SystemExit(f"unknown knob {knob!r}")
+
+
 def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:
     """The model with the variant's overrides."""
     kernel, config = load(model, None)
-    plain = compile_model(model, tokens=tokens)
+    graph = compile_model(model, tokens=tokens).graph
     with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
-        ring = {k: int(knobs[k]) for k in ("window", "stages") if k in knobs}
-        if ring:
-            s.ring("weights", **ring)
-        if "warps" in knobs:
-            s.role("consumer", warps=int(knobs["warps"]))
-        if "batch" in knobs:
-            s.batch(int(knobs["batch"]))
-        if "blocks" in knobs:
-            s.blocks(int(knobs["blocks"]))
-        if "splits" in knobs:
-            for op in plain.graph.ops:
-                if isinstance(op, Attention):
-                    s[op.name].split(kv=int(knobs["splits"]))
-        if "sync" in knobs:
-            kind = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}[knobs["sync"]]
-            for op in plain.graph.ops:
-                if getattr(op, "out", None) is not None:
-                    s[op.name].sync(kind)
-        if "l2" in knobs:
-            s["gate_up_proj"].prefetch(l2=int(knobs["l2"]) * KIB, ahead_of="attention")
+        for knob, value in knobs.items():
+            apply_knob(s, graph, knob, value)
     return compile_model(kernel, config=config, tokens=tokens)
 
 
@@ -95,7 +103,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['variant']:<40} {row['ms']:.4f} ms  {row['ms'] / floor_ms:.3f} x floor")
     if args.out:
-        args.out.write_text(json.dumps({"model": args.model, "tokens": args.tokens, "kv": args.kv, "floor_ms": floor_ms, "rows": rows}, indent=1) + "\n")
+        result = {"model": args.model, "tokens": args.tokens, "kv": args.kv, "floor_ms": floor_ms, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

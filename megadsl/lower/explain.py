@@ -10,7 +10,8 @@ from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.exchanges import sharing
-from megadsl.lower.memory import chunk_pieces, kept_values, prologue_values
+from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.schedule import largest_share, share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import machine
@@ -157,7 +158,7 @@ def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
 
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     """A prologue's operand: at once, or in column chunks that every batch of row groups gathers anew."""
-    tiles, chunk = tiling(op), chunk_pieces(op, plan.graph)
+    tiles, chunk = tiling(op), chunk_pieces(op, plan.graph, plan.schedule)
     if chunk == tiles.pieces:
         whole = ref.features == plan.graph.value(ref.value).features
         return e.owners * e.vectors if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)

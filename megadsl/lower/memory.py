@@ -47,7 +47,7 @@ class Memory:
 
 def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...]) -> Memory:
     """Lay out everything but the rings, then give the rings what is left (or what the user asked for, if it fits)."""
-    chunks = {op.name: chunk_pieces(op, graph) for op in graph.ops if isinstance(op, Linear)}
+    chunks = {op.name: chunk_pieces(op, graph, schedule) for op in graph.ops if isinstance(op, Linear)}
     areas: list[Area] = []
     at = 0
     for name, size in _fixed(graph, schedule, exchanges, chunks):
@@ -64,9 +64,12 @@ def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: t
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
 
 
-def chunk_pieces(op: Linear, graph: Graph) -> int:
-    """Tiles of a row group whose activations are gathered at once: all of them, unless they would squeeze the ring."""
-    tiles = tiling(op)
+def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
+    """Tiles of a row group whose activations are gathered at once: what the schedule says, else all of them, unless they
+    would squeeze the ring."""
+    tiles, chosen = tiling(op), schedule.op(op.name).chunk
+    if chosen:
+        return chosen
     if needs_whole_rows(op):
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
