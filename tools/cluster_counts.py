@@ -65,7 +65,8 @@ def main() -> None:
     checked(driver.cuFuncSetAttribute(kernel, attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     rows = [{"size": size, "smem": smem, "clusters": count(kernel, size, smem, sms)} for smem in SMEM for size in SIZES]
     for row in rows:
-        print(f"{row['smem'] // KIB:>4} KB per block, clusters of {row['size']:>2}: {row['clusters']:>3} ({row['clusters'] * row['size']} of {sms} SMs)")
+        used = row["clusters"] * row["size"]
+        print(f"{row['smem'] // KIB:>4} KB per block, clusters of {row['size']:>2}: {row['clusters']:>3} ({used} of {sms} SMs)")
     if args.out:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "sms": sms, "rows": rows}, indent=1) + "\n")
 

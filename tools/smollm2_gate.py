@@ -65,10 +65,12 @@ def main() -> None:
     texts = [compare_text(generator, oracle, prompt) for prompt in PROMPTS]
     bf16 = EagerModel(compiled.graph, weights, 2048, "cuda")
     forced = [token for text in texts for token in text["ids"]]
-    result = {"model": MODEL, "device": torch.cuda.get_device_name(), "texts": texts, "logits": compare_logits(generator, oracle, bf16, forced)}
+    logits = compare_logits(generator, oracle, bf16, forced)
+    result = {"model": MODEL, "device": torch.cuda.get_device_name(), "texts": texts, "logits": logits}
     for text in texts:
-        print(f"{text['prompt']!r} -> {text['text']!r}: {len(text['wrong'])} wrong, {text['unclear']} unclear, {text['ms_per_token']:.3f} ms per token")
-    print(result["logits"]["verdict"])
+        counts = f"{len(text['wrong'])} wrong, {text['unclear']} unclear, {text['ms_per_token']:.3f} ms per token"
+        print(f"{text['prompt']!r} -> {text['text']!r}: {counts}")
+    print(logits["verdict"])
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -41,13 +41,11 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
         case "splits":
-            for op in graph.ops:
-                if isinstance(op, Attention):
-                    s[op.name].split(kv=int(value))
+            for name in (op.name for op in graph.ops if isinstance(op, Attention)):
+                s[name].split(kv=int(value))
         case "sync":
-            for op in graph.ops:
-                if getattr(op, "out", None) is not None:
-                    s[op.name].sync(SYNCS[value])
+            for name in {v.producer for v in graph.values}:
+                s[name].sync(SYNCS[value])
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case _:

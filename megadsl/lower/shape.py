@@ -55,7 +55,8 @@ def build_shape(
 ) -> tuple[Record, ...]:
     """All members of Shape, in order."""
     step = (
-        schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"), memory.offset("gates"), stamps,
+        schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
+        memory.offset("gates"), stamps,
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:
