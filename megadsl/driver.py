@@ -59,9 +59,8 @@ def compile_model(
         kernel, values = model, dict(config) if isinstance(config, Mapping) else {}
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    state = lower(
-        spec, target, blocks=blocks, max_kv=max_kv or DEFAULT_MAX_KV, overrides=kernel.overrides_for(target.arch), between=between
-    )
+    rows = DEFAULT_MAX_KV if max_kv is None else max_kv
+    state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=kernel.overrides_for(target.arch), between=between)
     name = model if isinstance(model, str) else kernel.name
     return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), _manifest(name, state, target))
 

@@ -18,7 +18,7 @@ from megadsl.ir.graph import Attention, Linear
 from megadsl.reference import ReferenceModel
 from megadsl.reference.compare import agreement
 from megadsl.reference.meaning import argmax
-from megadsl.runtime.control import NEXT_IDS
+from megadsl.runtime.control import ANCESTORS, MOST_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import TensorSource, needed, random_weights
@@ -108,7 +108,8 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 class Bench:
-    """A program whose every step begins with poisoned outputs: NaN logits, NaN in all KV rows that do not exist."""
+    """A program whose every step begins with poison in all that must not matter: NaN logits, NaN in the KV rows that do not
+    exist, inputs of -1 for tokens past the step's count."""
 
     def __init__(self, made: Compiled, weights: Weights | None = None, device: str = "cpu", **options: Any) -> None:
         self.made = made
@@ -124,6 +125,8 @@ class Bench:
         positions = range(step.kv, step.kv + count) if step.positions is None else step.positions
         ancestors = [(2 << i) - 1 for i in range(count)] if step.ancestors is None else step.ancestors
         self.program.control.set_inputs(step.kv, step.ids, positions, ancestors)
+        for first in (TOKEN_IDS, POSITIONS, ANCESTORS):
+            self.program.control.words[first + count : first + MOST_TOKENS] = -1
         self.program.launch()
         words = self.program.check()
         logits = self.program.logits[:count].cpu().clone()

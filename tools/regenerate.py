@@ -1,19 +1,25 @@
 """Write the committed kernels, plans and manifests under generated/ anew: ``make generated``.
 
-What the compiler gives for every model there, without the cubin, so that no nvcc is needed. tests/test_generated.py compares.
+What the compiler gives for every model there, without the cubin, so that no nvcc is needed; and the README's excerpt of
+the first one. tests/test_generated.py and tests/test_readme.py compare.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 from megadsl.driver import compile_model
 from megadsl.machine import DEFAULT_ARCH
 
-GENERATED = Path(__file__).resolve().parent.parent / "generated"
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED = ROOT / "generated"
+README = ROOT / "README.md"
 MODELS = ("smollm2-135m",)
 COMMAND = "make generated"
+EXCERPT = "// down_proj: "  # the op that the README shows, in the consumer role
 
 
 def folder(model: str) -> str:
@@ -28,15 +34,34 @@ def files(model: str) -> dict[str, str]:
     return {"kernel.cu": compiled.source, "plan.txt": compiled.plan_text, "manifest.json": manifest}
 
 
+def excerpt(kernel: str) -> str:
+    """The lines of one op in the consumer role, from its title to the brace that closes it."""
+    lines = kernel[kernel.index("// role: consumer") :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.strip().startswith(EXCERPT))
+    indent = lines[first][: -len(lines[first].lstrip())]
+    last = next(i for i in range(first, len(lines)) if lines[i] == f"{indent}}}")
+    return textwrap.dedent("\n".join(lines[first : last + 1])) + "\n"
+
+
+def readme_with(shown: str) -> str:
+    """The README with ``shown`` between its marks."""
+    block = f"<!-- excerpt -->\n```cuda\n{shown}```\n<!-- /excerpt -->"
+    return re.sub(r"<!-- excerpt -->.*<!-- /excerpt -->", lambda _: block, README.read_text(), flags=re.DOTALL)
+
+
+def write(path: Path, text: str) -> None:
+    changed = not path.exists() or path.read_text() != text
+    path.write_text(text)
+    print(f"{'changed' if changed else 'as it was':<10} {path.relative_to(ROOT)}")
+
+
 def main() -> None:
     for model in MODELS:
         out = GENERATED / folder(model)
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files(model).items():
-            path = out / name
-            changed = not path.exists() or path.read_text() != text
-            path.write_text(text)
-            print(f"{'changed' if changed else 'as it was':<10} {path.relative_to(GENERATED.parent)}")
+            write(out / name, text)
+    write(README, readme_with(excerpt((GENERATED / folder(MODELS[0]) / "kernel.cu").read_text())))
 
 
 if __name__ == "__main__":

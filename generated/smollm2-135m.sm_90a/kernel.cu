@@ -31,6 +31,8 @@ struct Shape {
   mk::ExchangeShape gate_up_proj_exchange;  // Tagged, bf16
   mk::ExchangeShape attention_parts_exchange;  // Tagged, f32
   mk::ExchangeShape lm_head_best_exchange;  // Tagged, u32
+  mk::i32 x_kept;
+  mk::i32 o_proj_kept;
   mk::EmbedShape embed_tokens;
   mk::LinearShape qkv_proj;
   mk::RopeShape qkv_proj_rope;
@@ -85,7 +87,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
   const Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
-  const smem_ptr<mk::u16> staged = block.at<mk::u16>(s.smem.staged), kept = block.at<mk::u16>(s.smem.kept);
+  const smem_ptr<mk::u16> staged = block.at<mk::u16>(s.smem.staged);
   const smem_ptr<char> activations = block.at<char>(s.smem.activations);
   const u32 layers = u32(s.step.layers), epoch = step.epoch;
   const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
@@ -96,6 +98,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   {
     mk::run_embed(block, s.embed_tokens, step, staged);
     mk::publish<mk::Tagged>(block, 6, s.x_exchange, epoch * (layers + 1), staged);
+    mk::keep(block, s.x_exchange, staged, block.at<mk::u16>(s.x_kept));
     if (block.warp() == 0) mk::stamp(cx, buffers, 0, u32(s.step.stamps), layers);
   }
 
@@ -110,7 +113,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, 2, true>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations);  // x
-            const smem_ptr<char> vector_input_layernorm = read_loader.wait_ahead(8, 0);  // input_layernorm
+            const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
             block.sync();
             // r0 = mean(x * x)
             mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
@@ -158,28 +161,25 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // o_proj: 576 x 576  [llama.py:29]
     {
-      {
-        const mk::RowGroups own = mk::own_groups(cx, s.o_proj.groups, s.o_proj.share_offset);
-        const u32 end = mk::min_u32(own.end * 8, 576u);
-        mk::gather_kept<mk::Tagged>(block, 15, s.x_exchange, epoch * (layers + 1) + layer, 0, own.begin * 8, end, kept);
-      }
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj.groups, s.o_proj.share_offset);
+      const smem_ptr<mk::u16> kept0 = block.at<mk::u16>(s.x_kept);  // x, from this block's own results
       mk::run_matrix<kBatch>(
-          block, read_loader, 17, s.o_proj, s.smem,
+          block, read_loader, 16, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 16, s.attention_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, 2, true>(block, 15, s.attention_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 5, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // x + o_proj
             const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
-            const float kept0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at)));
-            const float kept0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at + kTokens)));
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(kept0_even + even));
-            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(kept0_odd + odd));
+            const float value0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + at));
+            const float value0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + (at + kTokens)));
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(value0_even + even));
+            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(value0_odd + odd));
           });
-      mk::publish<mk::Tagged>(block, 18, s.o_proj_exchange, epoch * layers + layer, staged);
+      mk::publish<mk::Tagged>(block, 17, s.o_proj_exchange, epoch * layers + layer, staged);
+      mk::keep(block, s.o_proj_exchange, staged, block.at<mk::u16>(s.o_proj_kept));
       if (block.warp() == 0) mk::stamp(cx, buffers, 6, u32(s.step.stamps), layers);
     }
 
@@ -187,11 +187,11 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj.groups, s.gate_up_proj.share_offset);
       mk::run_matrix<kBatch>(
-          block, read_loader, 21, s.gate_up_proj, s.smem,
+          block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 19, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, 2, true>(block, 18, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations);  // o_proj
-            const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_ahead(20, 0);  // post_attention_layernorm
+            const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
             block.sync();
             // r0 = mean(o_proj * o_proj)
             mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
@@ -216,34 +216,31 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             const u32 at = ((group - own.begin) * (mk::kGroupRows / 2) + pair) * kTokens + token;
             mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(mk::math::silu(even) * odd));
           });
-      mk::publish<mk::Tagged>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      mk::publish<mk::Tagged>(block, 21, s.gate_up_proj_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 8, u32(s.step.stamps), layers);
     }
 
     // down_proj: 576 x 1536  [llama.py:32]
     {
-      {
-        const mk::RowGroups own = mk::own_groups(cx, s.down_proj.groups, s.down_proj.share_offset);
-        const u32 end = mk::min_u32(own.end * 8, 576u);
-        mk::gather_kept<mk::Tagged>(block, 23, s.o_proj_exchange, epoch * layers + layer, 0, own.begin * 8, end, kept);
-      }
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj.groups, s.down_proj.share_offset);
+      const smem_ptr<mk::u16> kept0 = block.at<mk::u16>(s.o_proj_kept);  // o_proj, from this block's own results
       mk::run_matrix<kBatch>(
-          block, read_loader, 25, s.down_proj, s.smem,
+          block, read_loader, 23, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 24, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, 2, true>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 9, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // o_proj + down_proj
             const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
-            const float kept0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at)));
-            const float kept0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept + (at + kTokens)));
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(kept0_even + even));
-            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(kept0_odd + odd));
+            const float value0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + at));
+            const float value0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + (at + kTokens)));
+            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(value0_even + even));
+            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(value0_odd + odd));
           });
-      mk::publish<mk::Tagged>(block, 26, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      mk::publish<mk::Tagged>(block, 24, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      mk::keep(block, s.x_exchange, staged, block.at<mk::u16>(s.x_kept));
       if (block.warp() == 0) mk::stamp(cx, buffers, 10, u32(s.step.stamps), layers);
     }
   }
@@ -255,11 +252,11 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head.groups, s.lm_head.share_offset);
     mk::Best best;
     mk::run_matrix<kBatch>(
-        block, read_loader, 29, s.lm_head, s.smem,
+        block, read_loader, 27, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
-          mk::gather_value<mk::Tagged, 2, true>(block, 27, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
+          mk::gather_value<mk::Tagged, 2, true>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
                            mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations);  // x
-          const smem_ptr<char> vector_norm = read_loader.wait_ahead(28, 0);  // norm
+          const smem_ptr<char> vector_norm = read_loader.wait_stage(26, 0, 0);  // norm
           block.sync();
           // r0 = mean(x * x)
           mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
@@ -285,7 +282,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.smem.scalars), winners = scratch + Block::kThreads;
       mk::reduce_best(block, scratch, best, winners);
-      mk::choose_tokens(block, 30, s.lm_head_best_exchange, epoch, scratch, winners);
+      mk::choose_tokens(block, 28, s.lm_head_best_exchange, epoch, scratch, winners);
     }
     if (block.warp() == 0) mk::stamp(cx, buffers, 12, u32(s.step.stamps), layers);
   }

@@ -63,11 +63,11 @@ class ScheduleBlock:
         return EdgeHandle(self, producer, consumer)
 
     def blocks(self, n: int) -> None:
-        """Blocks of the grid, one per SM. Bit-identical."""
+        """Blocks of the grid, one per SM. Bit-identical where attention's kv split is given: by default it follows the blocks."""
         self._count("blocks", n, caller_span())
 
     def warps(self, n: int) -> None:
-        """Warps of a block, all roles together; consumers get what loaders leave. Bit-identical."""
+        """Warps of a block, all roles together; consumers get what loaders leave. Changes rounding: they share every sum."""
         self._count("warps", n, caller_span())
 
     def batch(self, n: int) -> None:
@@ -79,7 +79,7 @@ class ScheduleBlock:
         self._count("max_kv", n, caller_span())
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
-        """Warps of a role. A role that the default schedule lacks needs its kind, "loader" or "consumer"."""
+        """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""
         span = caller_span()
         if kind is not None:
             self.choice("role kind", kind, KINDS, span)
@@ -155,8 +155,8 @@ class OpHandle:
         return self
 
     def split(self, *, kv: int | _Keep = _KEEP, share_offset: int | _Keep = _KEEP, chunk: int | _Keep = _KEEP) -> OpHandle:
-        """How the op's work is shared. ``kv``: parts of the KV range per KV head (changes rounding). ``share_offset``: the
-        block that first gets a larger share. ``chunk``: KV rows per part's step. The last two are bit-identical.
+        """How the op's work is shared. ``kv``: parts of the KV range per KV head. ``chunk``: tiles of a row group between two
+        gathers of a linear's input; both change rounding. ``share_offset``: the block that first gets a larger share; bit-identical.
         """
         span = caller_span()
         given = self._block.changes(1, span, splits=kv)
@@ -179,7 +179,10 @@ class EdgeHandle:
         self._consumer = consumer
 
     def sync(self, sync: Sync) -> None:
-        """How the readers of the value wait: mk.Tagged, mk.Sentinel or mk.Flag. Bit-identical."""
+        """How the readers of the value wait: mk.Tagged, mk.Sentinel or mk.Flag.
+
+        Bit-identical for values. An attention's parts are fp32, of which mk.Tagged keeps 20 bits of the mantissa: changes rounding.
+        """
         span = caller_span()
         if not isinstance(sync, Tagged | Sentinel | Flag):
             self._block.choice("sync", sync, ("mk.Tagged(...)", "mk.Sentinel(...)", "mk.Flag(...)"), span)

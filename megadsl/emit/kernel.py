@@ -11,6 +11,7 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
+from megadsl.lower.exchanges import is_local
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import ident
@@ -55,6 +56,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "op_index": ops.index,
         "group_features": lambda op: _group_features(plan, op),
         "kept_values": kept_values,
+        "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),
         "operands": _operands,
         "operand": lambda op, arg: _operand(op, arg).buffer,
         "expr_text": to_text,
@@ -106,5 +108,5 @@ def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:
     assert op.epilogue is not None
     product = dict(zip((p.name for p in op.parts), products, strict=True))
     names = {name: product[ref.value] for name, ref in op.epilogue.args if isinstance(ref, ValueRef) and ref.value in product}
-    names.update({name: f"kept{i}{suffix}" for i, (name, _) in enumerate(kept_values(op))})
+    names.update({name: f"value{i}{suffix}" for i, (name, _) in enumerate(kept_values(op))})
     return to_cuda(op.epilogue.expr, names, {})

@@ -188,7 +188,7 @@ class PackRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """One member of the emitted Shape struct: a header struct (or i32) and its words in order."""
+    """One member of the emitted Shape struct: a header struct (or mk::i32) and its words in order."""
 
     type: str
     name: str

@@ -12,7 +12,7 @@ def print_plan(plan: Plan) -> str:
     lines: list[str] = []
     for title, body in _sections(plan):
         lines.append(f"== {title}")
-        lines.extend(body)
+        lines.extend(line.rstrip() for line in body)
         lines.append("")
     return "\n".join(lines)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Schedule, Sync, Tagged
+from megadsl.lower.operands import kept_values
 from megadsl.lower.schedule import largest_share
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up
@@ -31,6 +32,27 @@ def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
         folded = op.epilogue is not None and len(op.parts) == 2
         return Sharing(tiling(op).groups, GROUP_ROWS // 2 if folded else GROUP_ROWS, offset)
     return Sharing(ceil_div(features, GROUP_ROWS), GROUP_ROWS, offset)
+
+
+def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
+    """Whether a block computes exactly those rows of ``ref`` itself that it combines with its rows of ``op``."""
+    if ref.begin or op.out is None:
+        return False
+    value = graph.value(ref.value)
+    mine = sharing(op, op.out_features, schedule)
+    return value.features == ref.features and mine == sharing(graph.op(value.producer), value.features, schedule)
+
+
+def kept_locally(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
+    """Values that blocks keep their own share of, each once, in program order of the first use."""
+    found = {
+        ref.value: None
+        for op in graph.ops
+        if isinstance(op, Linear)
+        for _, ref in kept_values(op)
+        if is_local(op, ref, graph, schedule)
+    }
+    return tuple(found)
 
 
 def values_per_vector(sync: Sync) -> int:

@@ -9,7 +9,7 @@ from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
-from megadsl.lower.exchanges import sharing
+from megadsl.lower.exchanges import is_local, sharing
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.schedule import largest_share, share_begin, share_owner
@@ -146,7 +146,8 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
     if not isinstance(op, Linear):
         return 0
     gathers = sum(_gathered(plan, e, op, ref) for _, ref in prologue_values(op) if ref.value == e.name)
-    return gathers + sum(_kept(plan, e, op, ref) for _, ref in kept_values(op) if ref.value == e.name)
+    remote = [ref for _, ref in kept_values(op) if ref.value == e.name and not is_local(op, ref, graph, schedule)]
+    return gathers + sum(_kept(plan, e, op, ref) for ref in remote)
 
 
 def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
@@ -170,7 +171,7 @@ def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
 
 
 def _kept(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
-    """An epilogue's operand: the features that the block's own rows become."""
+    """An epilogue's operand that other blocks own: the features that the block's own rows become."""
     blocks, groups = plan.schedule.blocks, tiling(op).groups
     width = GROUP_ROWS // len(op.parts)
     offset = plan.schedule.op(op.name).share_offset

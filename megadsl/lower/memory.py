@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megadsl.diagnostics import declare, error
+from megadsl.diagnostics import collecting, declare, error
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule
+from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
-from megadsl.lower.schedule import largest_share
+from megadsl.lower.schedule import MAX_STAGES, largest_share
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
+from megadsl.source import Span
 from megadsl.types import KIB, ceil_div, round_up
 
 DOES_NOT_FIT = declare(
     "MK170",
     "shared memory: {need} bytes are needed, {arch} gives a block {have}",
     "use fewer ring stages ({fit} would fit), smaller stages, or fewer tokens",
+)
+HELD = declare(
+    "MK177",
+    "ring {ring!r} has {stages} stages, but {op!r} reads {need} vectors at once",
+    "use at least {need} stages, or fewer vectors in one expression",
 )
 
 WARP_THREADS = 32
@@ -60,7 +67,8 @@ def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: t
             areas.append(Area(name, end, size, overlay=True))
             end += round_up(size, 128)
         at = max(at, end)
-    rings, placed, total = _rings(schedule, machine, areas, at)
+    rings, placed, total = _rings(schedule, machine, areas, at, graph.span)
+    _check_held(graph, schedule, rings)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
 
 
@@ -94,8 +102,11 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "partials", 2 * schedule.batch * warps * tokens * GROUP_ROWS * 4
     shares = [largest_share(e.groups, schedule.blocks, e.share_offset) * e.group_features for e in exchanges if e.dtype == "bf16"]
     yield "staged", max(shares, default=0) * tokens * 2
-    kept = [_own_features(op, schedule) * len(kept_values(op)) for op in linears]
-    yield "kept", max(kept, default=0) * tokens * 2
+    remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * _own_features(op, schedule) for op in linears]
+    yield "kept", max(remote, default=0) * tokens * 2
+    for value in kept_locally(graph, schedule):
+        e = next(x for x in exchanges if x.name == value)
+        yield f"kept.{value}", largest_share(e.groups, schedule.blocks, e.share_offset) * e.group_features * tokens * 2
 
 
 def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
@@ -140,7 +151,7 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
 
 
 def _rings(
-    schedule: Schedule, machine: Machine, areas: list[Area], used: int
+    schedule: Schedule, machine: Machine, areas: list[Area], used: int, span: Span
 ) -> tuple[tuple[tuple[str, Ring], ...], list[Area], int]:
     """Rings the user sized come first; one ring may be left open and takes all the rest."""
     at = round_up(used, 128)
@@ -150,7 +161,7 @@ def _rings(
     rings: list[tuple[str, Ring]] = []
     placed = list(areas)
     for role, ring in schedule.rings:
-        stages = ring.stages or max(0, left) // len(open_rings) // ring.stage_bytes
+        stages = ring.stages or min(MAX_STAGES, max(0, left) // len(open_rings) // ring.stage_bytes)
         rings.append((role, replace(ring, stages=stages)))
         placed.append(Area(f"ring.{role}", at, stages * ring.stage_bytes))
         at += stages * ring.stage_bytes
@@ -161,5 +172,16 @@ def _rings(
         stage = max(r.stage_bytes for _, r in rings)
         fit = max(0, (machine.smem_per_block - (at - ring_bytes)) // stage)
         table = "\n".join(f"    {a.name:<24} {a.bytes:>8} bytes{' (overlay)' if a.overlay else ''}" for a in placed)
-        raise error(DOES_NOT_FIT, detail=table, need=need, arch=machine.arch, have=machine.smem_per_block, fit=fit)
+        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_per_block, fit=fit)
     return tuple(rings), placed, at
+
+
+def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...]) -> None:
+    """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself."""
+    by_role = dict(rings)
+    with collecting() as found:
+        for op in graph.ops:
+            need = len(vectors(op)) if isinstance(op, Linear) else 0
+            ring = by_role[schedule.op(op.name).loader]
+            if ring.stages < need:
+                found.add(HELD, op.span, ring=ring.name, stages=ring.stages, op=op.name, need=need)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megadsl.dsl.apply import apply
-from megadsl.dsl.overrides import Overrides
+from megadsl.dsl.overrides import Overrides, SetCount
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
 from megadsl.ir.schedule import Schedule
@@ -60,11 +60,18 @@ def _fuse(state: Lowering) -> None:
 
 
 def _schedule(state: Lowering) -> None:
-    schedule = default_schedule(state.graph, state.machine, blocks=state.blocks, max_kv=state.max_kv)
+    schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv)
     if state.overrides is not None:
         schedule = apply(schedule, state.graph, state.overrides)
     verify_schedule(state.graph, schedule, state.machine)
     state.schedule = balance(state.graph, schedule)
+
+
+def _blocks(state: Lowering) -> int | None:
+    """Blocks that the user asked for: other defaults (the splits of an attention) follow from them."""
+    records = state.overrides.records if state.overrides is not None else ()
+    asked = [r.value for r in records if isinstance(r, SetCount) and r.field == "blocks"]
+    return asked[-1] if asked else state.blocks
 
 
 def _exchange(state: Lowering) -> None:

@@ -9,6 +9,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
+from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.tiling import tiling
@@ -47,7 +48,7 @@ class Builder:
     def in_flight(self, ref: ValueRef) -> int:
         """Loads a thread keeps under way while it gathers ``ref``: all its vectors at once, up to MAX_IN_FLIGHT."""
         exchange = self.exchange(ref.value)
-        owners = min(exchange.owners, ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 1)
+        owners = min(exchange.owners, ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3)
         threads = self.schedule.consumer.warps * WARP_THREADS
         return max(1, min(MAX_IN_FLIGHT, ceil_div(owners * exchange.vectors, threads)))
 
@@ -173,7 +174,14 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     reads = (Region("weights", op.name, Level.GPU), Region("control", "token_ids", Level.GPU))
     yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),))
     yield _publish(builder, op, role, op.out)
+    yield from _keep(builder, op, op.out)
     yield builder.stamp(op.name, "end", op.span)
+
+
+def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
+    if value in kept_locally(builder.graph, builder.schedule):
+        kept = Region("smem", f"kept.{value}", Level.BLOCK)
+        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args={"value": value})
 
 
 def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:
@@ -189,6 +197,8 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
     for index, (name, ref) in enumerate(kept_values(op)):
+        if is_local(op, ref, builder.graph, builder.schedule):
+            continue
         yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index)
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
@@ -201,6 +211,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     )  # fmt: skip
     if op.out is not None:
         yield _publish(builder, op, role, op.out)
+        yield from _keep(builder, op, op.out)
     if op.sink == "argmax":
         yield _argmax(builder, op, role)
     yield builder.stamp(op.name, "end", op.span)
@@ -256,11 +267,16 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        "in_flight": builder.in_flight(op.q), "parts_wire": parts.wire,
+        "in_flight": builder.in_flight(_unit_features(op)), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", args=args)
     yield builder.stamp(op.name, "parts", op.span)
+
+
+def _unit_features(op: Attention) -> ValueRef:
+    """As many features as one unit gathers: the queries of a KV head, its key and its value."""
+    return ValueRef(op.q.value, 0, (op.heads // op.kv_heads + 2) * op.head_dim)
 
 
 def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
@@ -271,6 +287,7 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     args = {"parts": parts.name, "wire": parts.wire, "round": round_}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), args=args)
     yield _publish(builder, op, role, op.out)
+    yield from _keep(builder, op, op.out)
     yield builder.stamp(op.name, "end", op.span)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
-from megadsl.lower.operands import needs_whole_rows
+from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.types import KIB, ceil_div
@@ -53,9 +53,20 @@ BAD_CHUNK = declare(
     "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
 
+NO_RING = declare(
+    "MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)"
+)
+BAD_ROLES = declare(
+    "MK179",
+    "a block needs one consumer role and loaders of one warp each; the roles are {roles}",
+    'keep one role of kind "consumer" and use warps=1 for loaders',
+)
+L2_UNIT = declare("MK188", "l2 prefetch of {op!r} is {bytes} bytes", "use a multiple of 16")
+
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MIN_REGISTERS = 128
 MAX_STAGES = 64
+L2_BYTES = 16  # the bulk prefetch's granule
 
 
 def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
@@ -91,18 +102,34 @@ def balance(graph: Graph, schedule: Schedule) -> Schedule:
     """
     blocks = schedule.blocks
     load = [0] * blocks
+    done: set[str] = set()
     ops = {o.op: o for o in schedule.ops}
     for op in graph.ops:
         if not isinstance(op, Linear):
             continue
         tiles = tiling(op)
         chosen = ops[op.name]
-        if chosen.share_offset == 0:
+        kept = [ops[p] for p in _kept_from(op, graph) if p in done]
+        if chosen.share_offset == 0 and kept and _groups(graph, kept[0].op) == tiles.groups:
+            ops[op.name] = chosen = replace(chosen, share_offset=kept[0].share_offset)  # the residual stays in the block
+        elif chosen.share_offset == 0:
             offsets = range(blocks) if tiles.groups % blocks else range(1)
             best = min(offsets, key=lambda o: _peak(load, tiles.groups, o, tiles.group_bytes))
             ops[op.name] = chosen = replace(chosen, share_offset=best)
         load = _added(load, tiles.groups, chosen.share_offset, tiles.group_bytes)
+        done.add(op.name)
     return replace(schedule, ops=tuple(ops[o.op] for o in schedule.ops))
+
+
+def _groups(graph: Graph, name: str) -> int:
+    op = graph.op(name)
+    return tiling(op).groups if isinstance(op, Linear) else 0
+
+
+def _kept_from(op: Linear, graph: Graph) -> list[str]:
+    """Linears whose results ``op`` adds to its own rows."""
+    producers = [graph.op(graph.value(ref.value).producer) for _, ref in kept_values(op)]
+    return [p.name for p in producers if isinstance(p, Linear)]
 
 
 def share_begin(n: int, parts: int, offset: int, i: int) -> int:
@@ -134,11 +161,25 @@ def _peak(load: list[int], groups: int, offset: int, group_bytes: int) -> int:
 
 def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine) -> None:
     """Refuse what the machine or the kernel cannot do; every finding at once."""
+    _check_roles(schedule, graph)
     with collecting() as found:
         _check_warps(schedule, machine, graph, found)
         _check_rings(graph, schedule, machine, found)
         _check_edges(schedule, graph, found)
         _check_ops(schedule, graph, machine, found)
+
+
+def _check_roles(schedule: Schedule, graph: Graph) -> None:
+    """Raises at once: what comes after relies on the consumer role and on a ring per loader."""
+    rings = dict(schedule.rings)
+    with collecting() as found:
+        consumers = sum(r.kind == "consumer" for r in schedule.roles)
+        if consumers != 1 or any(r.kind == "loader" and r.warps != 1 for r in schedule.roles):
+            roles = ", ".join(f"{r.name} ({r.kind}, {r.warps} warps)" for r in schedule.roles)
+            found.add(BAD_ROLES, graph.span, roles=roles)
+        for role in schedule.roles:
+            if role.kind == "loader" and role.name not in rings:
+                found.add(NO_RING, graph.span, role=role.name)
 
 
 def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collector) -> None:
@@ -149,10 +190,13 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collec
             found.add(BAD_HINT, span, hint=op.prefetch.hint, op=op.op)
         if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
             found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
+        if op.prefetch.l2_bytes % L2_BYTES:
+            found.add(L2_UNIT, span, op=op.op, bytes=op.prefetch.l2_bytes)
         if not 0 <= op.share_offset < blocks:
             found.add(BAD_COUNT, span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
         if not 1 <= op.splits <= blocks:
             found.add(BAD_COUNT, span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
+        _check_chunk(graph, op, found)
 
 
 def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:

@@ -8,7 +8,7 @@ import struct
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.exchanges import sharing
+from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.memory import Memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
@@ -63,6 +63,7 @@ def build_shape(
         words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
     records.extend(_exchange(e) for e in exchanges)
+    records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
     kv_at = 0
     for op in graph.ops:
         records.extend(_op(op, graph, schedule, packed, memory, kv_at, exchanges))

@@ -71,7 +71,7 @@ def _areas(areas: tuple[Area, ...], total: int) -> None:
     for a in overlays:
         for b in fixed:
             assert a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset, f"shared memory: {a.name} overlaps {b.name}"
-    assert max((a.offset + a.bytes for a in areas), default=0) <= total
+    assert max((a.offset + a.bytes for a in areas), default=0) <= total, "shared memory: an area reaches past the launch's bytes"
 
 
 def _divisions(plan: Plan) -> None:

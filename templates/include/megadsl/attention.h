@@ -187,21 +187,31 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
       ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(row, dim)), u16(0));
       ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(row, dim)), u16(0));
     }
-  // Queries, keys, values: one loop, so that the polling code exists once.
-#pragma unroll 1
-  for (u32 what = 0; what < (unit.fresh ? 3u : 1u); ++what) {
-    const u32 features = what == 0 ? head_rows * T::kHeadDim : T::kHeadDim;
-    const u32 begin = u32(what == 0 ? s.q_begin : what == 1 ? s.k_begin : s.v_begin) + unit.head * features;
-    gather_features<Wire, kTokens, kInFlight, false>(block.cx, site, e, round, begin, begin + features, block.thread, B::kThreads,
-                                      [&](u32 feature, u32 token, u16 bits) {
-                                        const u32 head = (feature - begin) / T::kHeadDim, dim = (feature - begin) % T::kHeadDim;
-                                        const smem_ptr<char> into = what == 0 ? queries : fresh;
-                                        const u32 at = what == 0   ? query_offset(head * kTokens + token, dim)
-                                                       : what == 1 ? key_offset<T::kHeadDim>(token, dim)
-                                                                   : T::kKeyBytes + value_offset(token, dim);
-                                        ptx::st_shared<u16>(into.template at<u16>(at), bits);
-                                      });
-  }
+  const u32 q_features = head_rows * T::kHeadDim, kv_features = unit.fresh ? T::kHeadDim : 0;
+  const auto range = [&](i32 begin, u32 per_head, u32 count) { return Features{u32(begin) + unit.head * per_head, u32(begin) + unit.head * per_head + count}; };
+  const Features q = range(s.q_begin, q_features, q_features), k = range(s.k_begin, T::kHeadDim, kv_features), v = range(s.v_begin, T::kHeadDim, kv_features);
+  const Vectors from[3] = {vectors_of(block.cx, e, q), vectors_of(block.cx, e, k), vectors_of(block.cx, e, v)};
+  // One round of polls for all three: each further one would wait for the trip to L2 again. A vector on a border comes twice.
+  poll_vectors<Wire, kInFlight>(
+      block.cx, site, round, from[0].count + from[1].count + from[2].count, u32(e.vectors), block.thread, B::kThreads,
+      [&](u32 i) {
+        if (i < from[0].count) return from[0].first + i;
+        i -= from[0].count;
+        return i < from[1].count ? from[1].first + i : from[2].first + (i - from[1].count);
+      },
+      [&](u32x4 x, u32& observed) { return arrived<Wire>(round, x, observed); },
+      [&](u32 index, u32x4 x) {
+        unpack_vector<Wire, kTokens>(block.cx, e, index, x, [&](u32 feature, u32 token, u16 bits) {
+          if (q.holds(feature)) {
+            const u32 at = feature - q.begin;
+            ptx::st_shared<u16>(queries.template at<u16>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim)), bits);
+          } else if (k.holds(feature)) {
+            ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(token, feature - k.begin)), bits);
+          } else if (v.holds(feature)) {
+            ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin)), bits);
+          }
+        });
+      });
 }
 
 // Writes this step's rows behind the cached ones. Bulk copies of that chunk have landed: every warp has waited for them.

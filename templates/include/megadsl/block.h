@@ -55,6 +55,16 @@ MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequen
   publish_share<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, B::kThreads, [&] { block.sync(); });
 }
 
+// Keeps this block's share of a value beside publishing it: a later op of the same share adds to it without asking anybody.
+template <class B>
+MK_DEV void keep(const B& block, const ExchangeShape& e, smem_ptr<u16> staged, smem_ptr<u16> kept) {
+  const u32 groups = u32(e.groups), offset = u32(e.share_offset);
+  const u32 owned = share_begin(groups, block.cx.blocks, offset, block.cx.block + 1) - share_begin(groups, block.cx.blocks, offset, block.cx.block);
+#pragma unroll 1
+  for (u32 i = block.thread; i < owned * u32(e.group_features) * B::kTokens; i += B::kThreads)
+    ptx::st_shared<u16>(kept + i, ptx::ld_shared<u16>(staged + i));
+}
+
 // Eight consecutive bf16 as fp32, and back.
 MK_DEV void unpack8(u32x4 x, float (&v)[8]) {
   const u32 w[4] = {x.x, x.y, x.z, x.w};

@@ -115,13 +115,14 @@ struct Flag {
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
 };
 
-// Polls vectors [first, first + count) of a round with `threads` threads, kInFlight loads each under way, and gives each
-// vector once to `sink(index, vector)`. `ready(vector, observed)` says whether it has arrived. `per_owner` vectors share a flag.
+// Polls `count` vectors of a round with `threads` threads, kInFlight loads each under way, and gives each once to
+// `sink(index, vector)`. `locate(i)` is the index of the i-th; `ready(vector, observed)` says whether it has arrived;
+// `per_owner` consecutive vectors share a flag.
 // A thread's vectors all arrive before the first is handed on: then the sink is compiled once, in a loop that shifts them
 // through registers, and the hot code stays small.
-template <class Wire, u32 kInFlight, class Ready, class Sink>
-MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 first, u32 count, u32 per_owner, u32 thread,
-                         u32 threads, Ready ready, Sink sink) {
+template <class Wire, u32 kInFlight, class Locate, class Ready, class Sink>
+MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 count, u32 per_owner, u32 thread, u32 threads,
+                         Locate locate, Ready ready, Sink sink) {
 #pragma unroll 1
   for (u32 base = thread; base < count; base += threads * kInFlight) {
     u32 pending = 0;
@@ -130,18 +131,18 @@ MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 fi
       if (base + i * threads < count) pending |= 1u << i;
     const u32 wanted = pending;
     u32x4 v[kInFlight] = {};
-    wait(cx, site, first + base, round.sequence, [&](u32& observed) {
+    wait(cx, site, locate(base), round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kInFlight; ++i) {
           if (!(pending >> i & 1)) continue;
-          observed = ptx::ld_acquire(round.flags + (first + base + i * threads) / per_owner * kFlagStride);
+          observed = ptx::ld_acquire(round.flags + locate(base + i * threads) / per_owner * kFlagStride);
           if (observed != round.sequence) return false;
         }
       }
 #pragma unroll
       for (u32 i = 0; i < kInFlight; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + first + base + i * threads);
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + locate(base + i * threads));
 #pragma unroll
       for (u32 i = 0; i < kInFlight; ++i)
         if ((pending >> i & 1) && ready(v[i], observed)) pending &= ~(1u << i);
@@ -149,42 +150,67 @@ MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 fi
     });
 #pragma unroll 1
     for (u32 i = 0; wanted >> i; ++i) {
-      sink(first + base + i * threads, v[0]);
+      sink(locate(base + i * threads), v[0]);
 #pragma unroll
       for (u32 j = 1; j < kInFlight; ++j) v[j - 1] = v[j];
     }
   }
 }
 
-// Gathers the features [begin, end) of a bf16 value, all tokens: `sink(feature, token, bits)` once for each.
-// Polls whole blocks' shares; a share's features outside the range are dropped here. kWhole: the range is the whole value,
-// and blocks that own nothing of it are waited for as well.
-template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Sink>
-MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, u32 begin, u32 end,
-                            u32 thread, u32 threads, Sink sink) {
-  if (begin >= end) return;
-  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset);
+// Features [begin, end) of a value.
+struct Features {
+  u32 begin, end;
+  MK_DEV bool holds(u32 feature) const { return feature - begin < end - begin; }
+};
+
+// The vectors of a round that hold a range of features: those of all blocks that own a part of it.
+struct Vectors {
+  u32 first, count;
+};
+
+MK_DEV Vectors vectors_of(const Context& cx, const ExchangeShape& e, Features f) {
+  if (f.begin >= f.end) return {0, 0};
+  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset), vectors = u32(e.vectors);
+  const u32 from = share_owner(groups, cx.blocks, offset, f.begin / width), to = share_owner(groups, cx.blocks, offset, (f.end - 1) / width) + 1;
+  return {from * vectors, (to - from) * vectors};
+}
+
+// Takes a vector of a bf16 value apart: `sink(feature, token, bits)` for each element that exists.
+template <class Wire, u32 kTokens, class Sink>
+MK_DEV void unpack_vector(const Context& cx, const ExchangeShape& e, u32 index, u32x4 v, Sink sink) {
   const Divisor vectors{u32(e.vectors), u32(e.vectors_inverse)};
-  const u32 from = kWhole ? 0 : share_owner(groups, cx.blocks, offset, begin / width);
-  const u32 to = kWhole ? cx.blocks.value : share_owner(groups, cx.blocks, offset, (end - 1) / width) + 1;
-  poll_vectors<Wire, kInFlight>(
-      cx, site, round, from * vectors.value, (to - from) * vectors.value, vectors.value, thread, threads,
-      [&](u32x4 v, u32& observed) {
-        if (!Wire::kFlagged) observed = Wire::tag(v);
-        return Wire::ready(v, round.sequence);
-      },
-      [&](u32 index, u32x4 v) {
-        const u32 block = vectors.divide(index), first_value = (index - block * vectors.value) * Wire::kValues;
-        const u32 feature0 = share_begin(groups, cx.blocks, offset, block) * width;
-        const u32 owned_end = min_u32(share_begin(groups, cx.blocks, offset, block + 1) * width, end);
-        const u32 low = max_u32(begin, feature0), wanted = owned_end > low ? owned_end - low : 0;
-        u16 bits[Wire::kValues];
-        Wire::unpack(v, bits);
+  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset);
+  const u32 block = vectors.divide(index), first_value = (index - block * vectors.value) * Wire::kValues;
+  const u32 feature0 = share_begin(groups, cx.blocks, offset, block) * width;
+  const u32 owned = share_begin(groups, cx.blocks, offset, block + 1) * width - feature0;
+  u16 bits[Wire::kValues];
+  Wire::unpack(v, bits);
 #pragma unroll
-        for (u32 j = 0; j < Wire::kValues; ++j) {
-          const u32 feature = feature0 + (first_value + j) / kTokens, token = (first_value + j) % kTokens;
-          if (feature - low < wanted) sink(feature, token, bits[j]);
-        }
+  for (u32 j = 0; j < Wire::kValues; ++j) {
+    const u32 local = (first_value + j) / kTokens, token = (first_value + j) % kTokens;
+    if (local < owned) sink(feature0 + local, token, bits[j]);
+  }
+}
+
+template <class Wire>
+MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
+  if (!Wire::kFlagged) observed = Wire::tag(v);
+  return Wire::ready(v, round.sequence);
+}
+
+// Gathers the given features of a bf16 value, all tokens: `sink(feature, token, bits)` once for each. kWhole: they are the
+// whole value, and blocks that own nothing of it are waited for as well.
+template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Sink>
+MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, Features f, u32 thread, u32 threads,
+                            Sink sink) {
+  const Vectors from = kWhole ? Vectors{0, cx.blocks.value * u32(e.vectors)} : vectors_of(cx, e, f);
+  poll_vectors<Wire, kInFlight>(
+      cx, site, round, from.count, u32(e.vectors), thread, threads, [&](u32 i) { return from.first + i; },
+      [&](u32x4 v, u32& observed) { return arrived<Wire>(round, v, observed); },
+      [&](u32 index, u32x4 v) {
+        unpack_vector<Wire, kTokens>(cx, e, index, v, [&](u32 feature, u32 token, u16 bits) {
+          if (f.holds(feature)) sink(feature, token, bits);
+        });
       });
 }
 

@@ -48,34 +48,90 @@ MK_DEV void for_each_pass(const LinearShape& s, RowGroups own, F f) {
   } while (first < own.end);
 }
 
-// Adds one tile's products to `sums`: (token lane / 4 [+ 8], rows 2q and 2q + 1), q = lane % 4.
+// Tiles that a warp takes at a time: enough independent loads and products to hide their latencies, so that tiles that wait
+// in the ring are consumed faster than HBM fills it.
+constexpr u32 kTilesAtOnce = 2;
+
+// A warp's sums of one tile: (token lane / 4 [+ 8], rows 2q and 2q + 1), q = lane % 4, in two chains of products.
+struct TileSums {
+  float chain[2][4] = {};
+  MK_DEV void add(const TileSums& other) {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) chain[i / 4][i % 4] += other.chain[i / 4][i % 4];
+  }
+};
+
+// Adds the products of `count` tiles to their sums. Tile i meets the activations from byte i * stride on.
 template <class B>
-MK_DEV void multiply_tile(const B& block, smem_ptr<char> tile, smem_ptr<char> activations, u32 panels, float (&sums)[2][4]) {
+MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesAtOnce], u32 count, smem_ptr<char> activations, u32 stride,
+                           u32 panels, TileSums (&sums)[kTilesAtOnce]) {
   constexpr u32 kTokens = B::kTokens;
   const u32 g = block.lane() / 4, q = block.lane() % 4;
-#pragma unroll 4
+#pragma unroll 2
   for (u32 panel = block.warp(); panel < panels; panel += B::kWarps) {
-    const u32x4 w = ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16));
-    u32x4 lo = {0, 0, 0, 0}, hi = {0, 0, 0, 0};
-    if (g < kTokens) lo = ptx::ld_shared<u32x4>(activations.template at<u32x4>((panel * kTokens + g) * 64 + q * 16));
-    if (kTokens > 8 && g + 8 < kTokens) hi = ptx::ld_shared<u32x4>(activations.template at<u32x4>((panel * kTokens + g + 8) * 64 + q * 16));
-    ptx::mma_m16n8k16(sums[0], lo.x, hi.x, lo.y, hi.y, w.x, w.y);
-    ptx::mma_m16n8k16(sums[1], lo.z, hi.z, lo.w, hi.w, w.z, w.w);
+    u32x4 w[kTilesAtOnce] = {}, lo[kTilesAtOnce] = {}, hi[kTilesAtOnce] = {};
+#pragma unroll
+    for (u32 i = 0; i < kTilesAtOnce; ++i) {
+      if (i >= count) continue;
+      const smem_ptr<char> x = activations.template at<char>(i * stride + (panel * kTokens + g) * 64 + q * 16);
+      w[i] = ptx::ld_shared<u32x4>(tiles[i].template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16));
+      if (g < kTokens) lo[i] = ptx::ld_shared<u32x4>(x.template at<u32x4>(0));
+      if (kTokens > 8 && g + 8 < kTokens) hi[i] = ptx::ld_shared<u32x4>(x.template at<u32x4>(8 * 64));
+    }
+#pragma unroll
+    for (u32 i = 0; i < kTilesAtOnce; ++i) {
+      if (i >= count) continue;
+      ptx::mma_m16n8k16(sums[i].chain[0], lo[i].x, hi[i].x, lo[i].y, hi[i].y, w[i].x, w[i].y);
+      ptx::mma_m16n8k16(sums[i].chain[1], lo[i].z, hi[i].z, lo[i].w, hi[i].w, w[i].z, w[i].w);
+    }
   }
 }
 
 // Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32, or adds them to what an earlier chunk left.
 template <class B>
-MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const float (&sums)[2][4], bool add) {
+MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums& sums, bool add) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
   for (u32 half = 0; half < (B::kTokens > 8 ? 2u : 1u); ++half) {
     const u32 token = g + 8 * half;
     if (token >= B::kTokens) continue;
     const smem_ptr<float> at = partials + (block.warp() * B::kTokens + token) * kGroupRows + 2 * q;
-    float a = sums[0][2 * half] + sums[1][2 * half], b = sums[0][2 * half + 1] + sums[1][2 * half + 1];
+    float a = sums.chain[0][2 * half] + sums.chain[1][2 * half], b = sums.chain[0][2 * half + 1] + sums.chain[1][2 * half + 1];
     if (add) a += ptx::ld_shared<float>(at), b += ptx::ld_shared<float>(at + 1);
     ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::float_bits(a), ptx::float_bits(b)});
+  }
+}
+
+// Consumes the tiles of row groups [first, last), `pieces` to a group, and leaves each group's partial sums. Where a group
+// is one tile, tiles of neighbouring groups go together.
+template <class B, class R>
+MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk,
+                          smem_ptr<char> activations, smem_ptr<float> partials) {
+  constexpr u32 kAtOnce = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
+  const u32 pieces = u32(s.chunk_pieces), panels = u32(s.tile_columns) / kPanel, tile_bytes = u32(s.tile_columns) * B::kTokens * 2;
+  const bool single = pieces == 1;
+  u32 group = first, piece = 0;
+  TileSums sums[kTilesAtOnce];
+#pragma unroll 1
+  while (group < last) {
+    const u32 count = min_u32(kAtOnce, single ? last - group : pieces - piece);
+    const u32 tile = group * u32(s.pieces) + chunk * pieces + piece;
+    smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i)
+      if (i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
+    multiply_tiles(block, tiles, count, activations.template at<char>(piece * tile_bytes), single ? 0 : tile_bytes, panels, sums);
+    reader.release(count);
+    piece += count;
+    if (!single && piece < pieces) continue;
+    if (!single) sums[0].add(sums[1]);
+    const u32 groups = single ? count : 1;
+#pragma unroll
+    for (u32 i = 0; i < kTilesAtOnce; ++i) {
+      if (i < groups) leave_partials(block, partials + (group - first + i) * B::kWarps * B::kTokens * kGroupRows, sums[i], chunk != 0);
+      sums[i] = TileSums();
+    }
+    group += groups, piece = 0;
   }
 }
 
@@ -104,8 +160,7 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
 template <u32 kBatch, class B, class R, class Gather, class Epilogue>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
   const RowGroups own = own_groups(block.cx, s.groups, s.share_offset);
-  const u32 chunk_pieces = u32(s.chunk_pieces), panels = u32(s.tile_columns) / kPanel;
-  const u32 chunk_columns = chunk_pieces * u32(s.tile_columns);
+  const u32 chunk_columns = u32(s.chunk_pieces) * u32(s.tile_columns);
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
   constexpr u32 kBatchFloats = kBatch * B::kWarps * B::kTokens * kGroupRows;
   u32 turn = 0;
@@ -116,18 +171,7 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
       gather(chunk * chunk_columns, min_u32(chunk_columns, u32(s.columns_padded) - chunk * chunk_columns));
       block.sync();
     }
-#pragma unroll 1
-    for (u32 group = first; group < last; ++group) {
-      float sums[2][4] = {};
-#pragma unroll 1
-      for (u32 piece = 0; piece < chunk_pieces; ++piece) {
-        const u32 tile = group * u32(s.pieces) + chunk * chunk_pieces + piece;
-        const smem_ptr<char> stage = reader.wait_stage(site, tile);
-        multiply_tile(block, stage, activations.template at<char>(activation_offset<B::kTokens>(piece * u32(s.tile_columns), 0)), panels, sums);
-        reader.release();
-      }
-      leave_partials(block, partials + (group - first) * B::kWarps * B::kTokens * kGroupRows, sums, chunk != 0);
-    }
+    consume_tiles(block, reader, site, s, first, last, chunk, activations, partials);
     if (chunk + 1 == chunks) {
       block.sync();
       finish_batch(block, partials, first, last, epilogue);

@@ -13,20 +13,21 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
 #pragma unroll 1
   for (u32 i = block.thread; i < pad * kTokens; i += B::kThreads)
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(features + i / kTokens, i % kTokens)), u16(0));
-  gather_features<Wire, kTokens, kInFlight, kWhole>(block.cx, site, e, exchange_round(block.buffers, e, sequence), begin, begin + features,
-                                    block.thread, B::kThreads, [&](u32 feature, u32 token, u16 bits) {
-                                      ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token)), bits);
-                                    });
+  gather_features<Wire, kTokens, kInFlight, kWhole>(
+      block.cx, site, e, exchange_round(block.buffers, e, sequence), {begin, begin + features}, block.thread, B::kThreads,
+      [&](u32 feature, u32 token, u16 bits) {
+        ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token)), bits);
+      });
 }
 
 // Gathers the rows of another value that this block's own results are combined with (a residual).
 template <class Wire, class B>
 MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 value_begin, u32 begin, u32 end,
                         smem_ptr<u16> into) {
-  gather_features<Wire, B::kTokens, 1, false>(block.cx, site, e, exchange_round(block.buffers, e, sequence), value_begin + begin,
-                                       value_begin + end, block.thread, B::kThreads, [&](u32 feature, u32 token, u16 bits) {
-                                         ptx::st_shared<u16>(into + ((feature - value_begin - begin) * B::kTokens + token), bits);
-                                       });
+  const u32 first = value_begin + begin;
+  gather_features<Wire, B::kTokens, 1, false>(
+      block.cx, site, e, exchange_round(block.buffers, e, sequence), {first, value_begin + end}, block.thread, B::kThreads,
+      [&](u32 feature, u32 token, u16 bits) { ptx::st_shared<u16>(into + ((feature - first) * B::kTokens + token), bits); });
 }
 
 // How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.

@@ -51,10 +51,10 @@ struct Loader {
   Cursor<R::kStages> issued;
   Cursor<R::kStages> landed;
   u32 in_flight = 0;
-  u32 window;  // stages
+  u32 window;  // stages, at most the ring's: `landed` one round behind could not tell its parity
 
   MK_DEV Loader(const Context& context, R r, u32 window_bytes)
-      : cx(context), ring(r), window(window_bytes / R::kStageBytes ? window_bytes / R::kStageBytes : 1) {}
+      : cx(context), ring(r), window(min_u32(max_u32(window_bytes / R::kStageBytes, 1), R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
     while (in_flight >= window)
@@ -93,6 +93,7 @@ struct Loader {
 template <class R>
 struct Reader {
   static constexpr u32 kStageBytes = R::kStageBytes;
+  static constexpr u32 kStages = R::kStages;
 
   const Context& cx;
   R ring;
@@ -100,22 +101,20 @@ struct Reader {
 
   MK_DEV Reader(const Context& context, R r) : cx(context), ring(r) {}
 
-  MK_DEV smem_ptr<char> wait_stage(u32 site, u32 tile) const {
-    wait_barrier(cx, site, tile, ring.full + at.slot, at.parity);
-    return ring.stage(at.slot);
-  }
   // The stage `ahead` positions further on, without letting go of those before it.
-  MK_DEV smem_ptr<char> wait_ahead(u32 site, u32 ahead) const {
+  MK_DEV smem_ptr<char> wait_stage(u32 site, u32 tile, u32 ahead = 0) const {
     Cursor<R::kStages> there = at;
     for (u32 i = 0; i < ahead; ++i) there.advance();
-    wait_barrier(cx, site, ahead, ring.full + there.slot, there.parity);
+    wait_barrier(cx, site, tile, ring.full + there.slot, there.parity);
     return ring.stage(there.slot);
   }
-  // Lets the loader have the stage; all lanes of the warp are done with it.
-  MK_DEV void release() {
+  // Lets the loader have the next `count` stages; all lanes of the warp are done with them.
+  MK_DEV void release(u32 count = 1) {
     ptx::syncwarp();
-    if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + at.slot);
-    at.advance();
+    for (u32 i = 0; i < count; ++i) {
+      if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + at.slot);
+      at.advance();
+    }
   }
 };
 

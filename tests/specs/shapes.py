@@ -1,0 +1,39 @@
+"""Kernels that are no Llama: what fusion makes of them, no model of models/ has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megadsl as mk
+
+
+@mk.kernel
+def separate(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """Layers without attention; gate and up are two matrices, joined in the prologue of the third."""
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    for layer in mk.layers(cfg.layers):
+        h = mk.rms_norm(x, layer.weight("norm", cfg.hidden), eps=1e-5)
+        gate = mk.linear(h, layer.weight("gate", (cfg.inter, cfg.hidden)))
+        up = mk.linear(h, layer.weight("up", (cfg.inter, cfg.hidden)))
+        x = x + mk.linear(mk.map("silu(gate) * up", gate=gate, up=up), layer.weight("down", (cfg.hidden, cfg.inter)))
+    return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))
+
+
+@mk.kernel
+def flat(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """No layers, no choice of a token: logits only. Rows are divided by their greatest magnitude."""
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    h = mk.linear(mk.map("x / (max(abs(x)) + 1)", x=x), mk.weight("square", (cfg.hidden, cfg.hidden)))
+    return mk.logits(mk.linear(h, mk.weight("head", (cfg.vocab, cfg.hidden))))
+
+
+@mk.kernel
+def branches(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """Slices of one matrix read apart, and an epilogue of three operands, two of them gathered."""
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    for layer in mk.layers(cfg.layers):
+        a, b = mk.linear(x, layer.weight("a", (cfg.inter, cfg.hidden)), layer.weight("b", (cfg.hidden, cfg.hidden)))
+        u = mk.linear(mk.map("tanh(a) * scale", a=a, scale=layer.weight("scale", cfg.inter)), layer.weight("u", (cfg.hidden, cfg.inter)))
+        v = mk.linear(mk.map("b - mean(b)", b=b), layer.weight("v", (cfg.hidden, cfg.hidden)))
+        x = mk.map("x + u * sigmoid(v)", x=x, u=u, v=v)
+    return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))

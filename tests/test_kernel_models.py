@@ -1,0 +1,135 @@
+"""Generated kernels of Llama-like models in the emulator, against their torch meanings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megadsl.driver import Compiled
+from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.graph import Linear
+from megadsl.lower.tiling import tiling
+from megadsl.reference import ReferenceModel
+from megadsl.runtime.generate import Generator
+from megadsl.runtime.weights import TensorSource
+from tests.kernels import FACTOR, SLACK, Bench, attention_of, check, compiled, config, distance, judge, steps, weights_for
+
+# Cached rows around the 16 of a chunk.
+EDGES = (0, 1, 15, 16, 17, 31, 33, 100)
+
+
+def sizes(tokens: int) -> list[tuple[int, int]]:
+    """Every edge, with all tokens, one of them and all but one in turn."""
+    counts = (tokens, 1, max(1, tokens - 1))
+    return [(kv, counts[i % 3]) for i, kv in enumerate(EDGES)] + [(max(EDGES), tokens)]
+
+
+def few_stages(s: ScheduleBlock) -> None:
+    """By default the ring takes all memory that is left; with a fixed one, kernels of several shapes are one build."""
+    s.ring("weights", stages=6)
+
+
+def pieces(made: Compiled, name: str) -> tuple[int, int]:
+    """Tiles of a row of a linear, and how many of them are multiplied between two gathers of its input."""
+    words = next(r for r in made.plan.shape if r.name == name).words
+    op = made.graph.op(name)
+    assert isinstance(op, Linear) and words[8] == tiling(op).pieces
+    return words[8], words[9]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "blocks"),
+    [
+        ("llama-tiny", 1, 7),
+        ("llama-tiny", 2, 5),
+        ("llama-tiny", 5, 2),
+        ("llama-tiny", 16, 5),
+        ("llama-tiny-odd", 1, 5),
+        ("llama-tiny-odd", 16, 3),
+        ("llama-tiny-wide", 2, 7),
+        ("llama-tiny-wide", 16, 2),
+        ("llama-tiny-interleaved", 5, 1),
+    ],
+)
+def test_models(model: str, tokens: int, blocks: int) -> None:
+    check(compiled(model, tokens=tokens, blocks=blocks), sizes(tokens), seeds=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fields"),
+    [
+        (2, {"num_attention_heads": 3, "num_key_value_heads": 3}),
+        (3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
+        (5, {"num_attention_heads": 5, "num_key_value_heads": 1, "vocab_size": 1001}),
+        (7, {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": False, "num_hidden_layers": 1}),
+        (40, {"vocab_size": 1003, "intermediate_size": 80}),
+    ],
+    ids=["units-beyond-blocks", "gqa-3", "gqa-5-vocab-1001", "gqa-7-untied", "idle-blocks-vocab-1003"],
+)
+def test_shapes_are_data(blocks: int, fields: dict[str, Any]) -> None:
+    made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=few_stages)
+    check(made, sizes(2), seeds=(3,))
+
+
+def test_more_units_than_blocks() -> None:
+    made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=few_stages)
+    assert attention_of(made).kv_heads * made.schedule.op("attention").splits > made.schedule.blocks
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_rows_in_several_pieces(chunk: int) -> None:
+    def configure(s: ScheduleBlock) -> None:
+        few_stages(s)
+        s["down_proj"].split(chunk=chunk)
+
+    fields = config(hidden_size=1056, intermediate_size=2080, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    made = compiled("llama-tiny", tokens=2, blocks=3, fields=fields, configure=configure)
+    assert pieces(made, "qkv_proj") == (2, 2)
+    assert pieces(made, "down_proj") == (3, chunk or 3)
+    check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
+
+
+def test_column_chunks_and_several_passes() -> None:
+    """16 tokens: the down projection's input is more than its budget of shared memory, query rows more than 8 warps hold."""
+    fields = config(num_attention_heads=9, num_key_value_heads=1, intermediate_size=2112, num_hidden_layers=1)
+    made = compiled("llama-tiny", tokens=16, blocks=3, fields=fields, configure=few_stages)
+    assert pieces(made, "down_proj") == (3, 1)
+    assert attention_of(made).heads // attention_of(made).kv_heads * 16 > 8 * 16
+    check(made, [(0, 16), (16, 3), (33, 16), (100, 15)], seeds=(1,))
+
+
+def test_features_that_are_no_whole_vectors() -> None:
+    """Neither a multiple of the 8 rows of a group, nor of the 8 values of a vector."""
+    check(compiled("llama-tiny", tokens=2, fields=config(hidden_size=100, intermediate_size=87, vocab_size=1001)), sizes(2))
+
+
+def test_a_prompt_in_chunks_is_the_prompt_one_by_one() -> None:
+    prompt = torch.randint(0, 512, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+    last, made = {}, {}
+    for tokens, blocks in ((5, 2), (1, 7)):
+        made[tokens] = compiled("llama-tiny", tokens=tokens, blocks=blocks)
+        weights = weights_for(made[tokens])
+        generator = Generator(made[tokens], TensorSource(weights), "cpu", progress=False)
+        generator.program.buffers["kv"].fill_(0xFF)
+        last[tokens] = generator.prefill(prompt)[None].clone()
+        assert generator.kv_len == len(prompt)
+    fp32 = ReferenceModel(made[1].graph, {k: v.float() for k, v in weights.items()}, 64, "fp32").step(prompt)[-1:]
+    bf16 = ReferenceModel(made[1].graph, weights, 64, "bf16").step(prompt)[-1:]
+    for logits in last.values():
+        assert distance(logits, fp32) <= 2 * FACTOR * distance(bf16, fp32) + SLACK, "one token's error scatters more than many tokens'"
+
+
+def test_tags_wrap_around() -> None:
+    """Tags are the low 16 bits of a round, rounds 32-bit words: neither overflow is seen."""
+    made = compiled("llama-tiny", tokens=2, blocks=5)
+    bench = Bench(made)
+    some = steps(made, [(kv, 2) for kv in range(8)])
+    results = bench.play(some)
+    judge(made, bench.weights, some, results)
+    for epoch in (2**16 // 3 - 3, 2**15 - 4, 2**32 - 4):
+        bench.program.reset()
+        bench.program.control.words[1] = epoch - 2**32 if epoch >= 2**31 else epoch
+        for step, first in zip(some, results, strict=True):
+            assert bench.run(step).same(first), f"from epoch {epoch}: {step}"

@@ -1,0 +1,202 @@
+"""Every knob of mk.schedule on one small model: all give right results, and most give the very same bits.
+
+Changing rounding: the consumer's warps (they share every sum), an attention's kv split and the wire of its parts, and chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+import megadsl as mk
+from megadsl.diagnostics import MegadslError
+from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.schedule import Sync
+from tests.kernels import Bench, Configure, Result, Step, check, compiled, judge, steps
+
+TOKENS, BLOCKS = 2, 5
+SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
+VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
+LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
+
+
+def ring_of_two(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=2)
+    s.batch(1)
+
+
+def small_stages(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=3, stage_bytes=8192, window=8192)
+    s.batch(2)
+
+
+def wide_window(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=5, window=1 << 30)
+    s.batch(8)
+
+
+def kv_loader(s: ScheduleBlock) -> None:
+    s.role("kv_loader", warps=1, kind="loader")
+    s.ring("kv_loader", stages=3, stage_bytes=4096, window=8192)
+    s.phase("attention").loader("kv_loader")
+    s.ring("weights", stages=6)
+
+
+def gated(s: ScheduleBlock) -> None:
+    kv_loader(s)
+    for op in ("attention", *LINEARS):
+        s[op].prefetch(smem=None)
+
+
+def prefetched(s: ScheduleBlock) -> None:
+    for op, hint in zip(LINEARS, ("evict_last", "evict_normal", "evict_first", "evict_last", "evict_normal"), strict=True):
+        s[op].prefetch(smem="ring", hint=hint)
+    s["attention"].prefetch(hint="evict_first")
+    s["o_proj"].prefetch(l2=4096)
+    s["down_proj"].prefetch(l2=1 << 20, ahead_of="qkv_proj")
+    s["lm_head"].prefetch(l2=1600, ahead_of="embed_tokens")
+
+
+def mixed_syncs(s: ScheduleBlock) -> None:
+    for op, sync in zip(VALUES, (mk.Sentinel(8), mk.Flag(4), mk.Tagged(8), mk.Sentinel(4), mk.Flag(2), mk.Sentinel(8)), strict=True):
+        s[op].sync(sync)
+
+
+def more_slots(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").sync(mk.Tagged(4))
+    s.edge("attention", "attention").sync(mk.Tagged(8))
+    s.edge("gate_up_proj", "down_proj").sync(mk.Tagged(4))
+
+
+def one_stage_in_flight(s: ScheduleBlock) -> None:
+    s.ring("weights", window=1)
+
+
+def rotated_shares(s: ScheduleBlock) -> None:
+    for offset, op in enumerate((*LINEARS[:4], "attention", "lm_head")):
+        s[op].split(share_offset=offset % BLOCKS)
+
+
+def everywhere(sync: Sync) -> Configure:
+    """One kind of sync on every edge, an attention's parts included."""
+
+    def configure(s: ScheduleBlock) -> None:
+        for op in VALUES:
+            s[op].sync(sync)
+        s.edge("attention", "attention").sync(sync)
+
+    return configure
+
+
+@cache
+def default() -> tuple[Sequence[Step], Sequence[Result]]:
+    """The steps, and what the default schedule gives for them."""
+    made = compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS)
+    bench, some = Bench(made), steps(made, SIZES)
+    results = bench.play(some)
+    judge(made, bench.weights, some, results)
+    return some, results
+
+
+def play(configure: Configure, blocks: int = BLOCKS, seeds: Sequence[int] = (0, 1)) -> list[Result]:
+    """What a schedule gives for the same steps, under several emulator seeds."""
+    some, _ = default()
+    bench = Bench(compiled("llama-tiny", tokens=TOKENS, blocks=blocks, configure=configure))
+    results = []
+    for seed in seeds:
+        bench.program.seed = seed
+        results.append(bench.play(some))
+    assert all(a.same(b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    return results[0]
+
+
+IDENTICAL = [
+    *(ring_of_two, small_stages, wide_window, one_stage_in_flight, kv_loader, gated, prefetched),
+    *(mixed_syncs, more_slots, rotated_shares),
+]
+
+
+@pytest.mark.parametrize("configure", IDENTICAL, ids=lambda f: f.__name__)
+def test_knobs_that_keep_the_bits(configure: Configure) -> None:
+    _, expected = default()
+    for ours, theirs in zip(play(configure), expected, strict=True):
+        assert ours.same(theirs)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 17])
+def test_blocks_keep_the_bits_of_a_fixed_split(blocks: int) -> None:
+    _, expected = default()
+
+    def configure(s: ScheduleBlock) -> None:
+        s.blocks(blocks)
+        s["attention"].split(kv=2)
+
+    for ours, theirs in zip(play(configure), expected, strict=True):
+        assert ours.same(theirs)
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+def test_one_sync_everywhere(slots: int) -> None:
+    """Sentinel and Flag carry an attention's parts unchanged, so their bits are the same; Tagged rounds them."""
+    some, _ = default()
+    sentinel, flag = play(everywhere(mk.Sentinel(slots))), play(everywhere(mk.Flag(slots // 2)))
+    assert all(a.same(b) for a, b in zip(sentinel, flag, strict=True))
+    made = compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS)
+    judge(made, Bench(made).weights, some, sentinel)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_splits(splits: int) -> None:
+    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=lambda s: s["attention"].split(kv=splits)), SIZES, seeds=(1,))
+
+
+@pytest.mark.parametrize(("warps", "tokens"), [(2, 16), (4, 2), (11, 5)])
+def test_consumer_warps(warps: int, tokens: int) -> None:
+    made = compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=lambda s: s.role("consumer", warps=warps))
+    assert made.manifest["threads"] == 32 * (warps + 1)
+    check(made, [(0, tokens), (1, 1), (33, tokens), (100, tokens)], seeds=(1,))
+
+
+def test_warps_counts_all_roles() -> None:
+    made = compiled("llama-tiny", configure=lambda s: s.warps(6))
+    assert made.schedule.consumer.warps == 5
+
+
+def two_warps(s: ScheduleBlock) -> None:
+    s.role("loader", warps=2)
+
+
+def two_consumers(s: ScheduleBlock) -> None:
+    s.role("other", warps=2, kind="consumer")
+
+
+def no_consumer(s: ScheduleBlock) -> None:
+    s.role("consumer", warps=1, kind="loader")
+
+
+def no_ring(s: ScheduleBlock) -> None:
+    s.role("kv_loader", warps=1, kind="loader")
+
+
+def odd_prefetch(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=1000)
+
+
+@pytest.mark.parametrize(
+    ("configure", "code", "words"),
+    [
+        (two_warps, "MK179", "loader (loader, 2 warps)"),
+        (two_consumers, "MK179", "other (consumer, 2 warps)"),
+        (no_consumer, "MK179", "consumer (loader, 1 warps)"),
+        (no_ring, "MK178", "'kv_loader' has no ring"),
+        (odd_prefetch, "MK188", "'o_proj' is 1000 bytes"),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_what_no_block_can_run(configure: Configure, code: str, words: str) -> None:
+    with pytest.raises(MegadslError) as caught:
+        compiled("llama-tiny", configure=configure)
+    found = next(d for d in caught.value.diagnostics if d.code == code)
+    assert words in found.message and found.mend

@@ -1,0 +1,171 @@
+"""Pass ``schedule``: what it suggests, how it levels the blocks' loads, and what it refuses, each at the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from dsl_tools import check, findings, line_of, one
+from lower_tools import GPU, linears, lowered, model_graph, step_kernel, with_op
+
+import megadsl as mk
+from megadsl.diagnostics import Diagnostic
+from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.graph import Graph
+from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
+from megadsl.lower.schedule import balance, default_schedule, largest_share, share_begin, share_owner, verify_schedule
+from megadsl.lower.tiling import tiling
+from megadsl.types import KIB, MIB
+
+
+def default(graph: Graph, blocks: int | None = None) -> Schedule:
+    return default_schedule(graph, GPU, blocks=blocks, max_kv=2048)
+
+
+def test_defaults_come_from_the_machine() -> None:
+    graph = model_graph("llama-3.2-1b")
+    schedule = default(graph)
+    assert schedule.blocks == GPU.sms and schedule.consumer.warps == 8
+    assert schedule.ring("loader") == Ring("weights", 0, 16 * KIB, 64 * KIB)
+    assert schedule.op("attention").splits == GPU.sms // 8 and schedule.op("attention").prefetch.hint == "evict_normal"
+    assert {e.value for e in schedule.edges} == {*(v.name for v in graph.values), "attention.parts"}
+    assert default(graph, blocks=4).op("attention").splits == 1
+    verify_schedule(graph, schedule, GPU)
+
+
+@pytest.mark.parametrize(("n", "parts"), [(256, 132), (16032, 132), (5, 12), (12, 12), (1, 3), (7, 1), (0, 4)])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_shares_cover_everything_once(n: int, parts: int, offset: int) -> None:
+    offset %= parts
+    begins = [share_begin(n, parts, offset, i) for i in range(parts + 1)]
+    sizes = [b - a for a, b in pairwise(begins)]
+    assert begins[0] == 0 and begins[-1] == n
+    assert max(sizes) == largest_share(n, parts, offset) <= -(-n // parts)
+    assert max(sizes) - min(sizes) <= 1
+    assert [share_owner(n, parts, offset, g) for g in range(n)] == [i for i, size in enumerate(sizes) for _ in range(size)]
+
+
+def loads(graph: Graph, schedule: Schedule) -> list[list[int]]:
+    """Cumulative bytes of each block after each linear."""
+    blocks = schedule.blocks
+    total = [0] * blocks
+    found = []
+    for op in linears(graph):
+        tiles, offset = tiling(op), schedule.op(op.name).share_offset
+        begins = [share_begin(tiles.groups, blocks, offset, i) for i in range(blocks + 1)]
+        total = [have + (end - begin) * tiles.group_bytes for have, (begin, end) in zip(total, pairwise(begins), strict=True)]
+        found.append(list(total))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "smollm2-135m"])
+@pytest.mark.parametrize("blocks", [132, 128, 7, 2])
+def test_balance_keeps_blocks_level_at_every_meeting(name: str, blocks: int) -> None:
+    """After each linear, the busiest block is ahead of the mean by about one row group, and no busier than without rotation."""
+    graph = model_graph(name)
+    plain = default(graph, blocks)
+    group = 0
+    for op, total, unrotated in zip(linears(graph), loads(graph, balance(graph, plain)), loads(graph, plain), strict=True):
+        group = max(group, tiling(op).group_bytes)
+        assert max(total) - sum(total) / blocks <= 1.1 * group, op.name
+        assert max(total) <= max(unrotated), op.name
+
+
+def test_balance_beats_no_rotation_and_keeps_what_the_user_set() -> None:
+    graph = model_graph("smollm2-135m")
+    plain = default(graph, 7)
+    assert max(loads(graph, balance(graph, plain))[-1]) < max(loads(graph, plain)[-1])
+    assert balance(graph, with_op(plain, "o_proj", share_offset=5)).op("o_proj").share_offset == 5
+
+
+def test_decisions_reach_the_plan() -> None:
+    def decide(s: ScheduleBlock) -> None:
+        s.blocks(4)
+        s.role("kv_loader", warps=1, kind="loader")
+        s.ring("kv_loader", stages=2, stage_bytes=8 * KIB, window=8 * KIB)
+        s.phase("attention").loader("kv_loader")
+        s["o_proj"].prefetch(smem=None, l2=MIB, ahead_of="attention")
+
+    state = lowered(decide=decide)
+    assert [(p.role, p.first_warp, p.warps) for p in state.programs] == [("loader", 0, 1), ("kv_loader", 1, 1), ("consumer", 2, 8)]
+    assert state.plan.tunables.threads == 320
+    assert "o_proj" in {i.op for item in state.programs[0].body for phase in getattr(item, "body", (item,)) for i in phase.body}
+    assert [s.kind for s in state.plan.sites if s.op == "o_proj" and s.role == "loader"] == ["gate", "ring.empty"]
+
+
+def refused(change: Callable[[Schedule], Schedule], tokens: int = 1) -> list[Diagnostic]:
+    graph = model_graph("llama-tiny", tokens)
+    schedule = change(default(graph, 4))
+    return findings(lambda: verify_schedule(graph, schedule, GPU))
+
+
+def with_roles(*roles: Role) -> Callable[[Schedule], Schedule]:
+    return lambda s: replace(s, roles=roles)
+
+
+def with_ring(**changes: int) -> Callable[[Schedule], Schedule]:
+    return lambda s: replace(s, rings=((s.rings[0][0], replace(s.rings[0][1], **changes)),))  # type: ignore[arg-type]
+
+
+LOADER, CONSUMER = Role("loader", "loader", 1), Role("consumer", "consumer", 8)
+
+
+@pytest.mark.parametrize(
+    ("code", "change", "message", "mend"),
+    [
+        ("MK161", with_roles(LOADER, Role("consumer", "consumer", 32)), "asks for 33 warps, sm_90a has room for 32", "fewer consumer or"),
+        ("MK162", with_roles(LOADER, Role("consumer", "consumer", 16)), "17 warps leave 120 registers per thread", "use fewer warps"),
+        ("MK163", lambda s: replace(s, blocks=133), "asks for 133 blocks, sm_90a runs at most 132 at once", "choose 1 to 132 blocks"),
+        ("MK163", lambda s: replace(s, blocks=0), "asks for 0 blocks", "choose 1 to 132 blocks"),
+        ("MK164", with_ring(stage_bytes=2048), "a KV chunk of attention needs 4096", "stage_bytes of at least 4096, a multiple of 128"),
+        ("MK164", with_ring(stage_bytes=16400), "stages of 16400 bytes", "a multiple of 128"),
+        ("MK166", lambda s: replace(s, batch=33), "batch is 33", "choose a value from 1 to 32"),
+        ("MK166", lambda s: replace(s, max_kv=0), "max_kv is 0", "choose a value from 1 to"),
+        ("MK166", lambda s: with_op(s, "attention", splits=5), "kv split of 'attention' is 5", "choose a value from 1 to 4"),
+        ("MK166", lambda s: with_op(s, "o_proj", share_offset=4), "share_offset of 'o_proj' is 4", "choose a value from 0 to 3"),
+        ("MK168", lambda s: with_op(s, "o_proj", prefetch=Prefetch(hint="later")), "hint 'later' for 'o_proj'", "use evict_first"),
+        ("MK160", lambda s: with_op(s, "down_proj", chunk=3), "chunk of 'down_proj' is 3 tiles, a row group of it has 1", "a divisor of 1"),
+        ("MK160", lambda s: with_op(s, "attention", chunk=1), "chunk of 'attention' is 1 tiles", "or 0 to let the compiler choose"),
+        ("MK178", with_roles(LOADER, Role("late", "loader", 1), CONSUMER), "loader 'late' has no ring", "s.ring('late', stages="),
+        ("MK179", with_roles(Role("loader", "loader", 2), CONSUMER), "the roles are loader (loader, 2 warps)", "use warps=1 for loaders"),
+        ("MK188", lambda s: with_op(s, "o_proj", prefetch=Prefetch(l2_bytes=40)), "'o_proj' is 40 bytes", "a multiple of 16"),
+        ("MK169", with_ring(stages=65), "ring 'weights' has 65 stages", "use at most 64 stages"),
+    ],
+)
+def test_refusals(code: str, change: Callable[[Schedule], Schedule], message: str, mend: str) -> None:
+    found = [d for d in refused(change) if d.code == code]
+    assert found and message in "\n".join(d.message for d in found)
+    assert all(d.span.line > 0 and d.span.file.endswith("llama.py") for d in found)
+    assert mend in found[0].mend
+
+
+def test_few_consumer_warps_for_many_tokens() -> None:
+    found = one(refused(with_roles(LOADER, Role("consumer", "consumer", 1)), tokens=16), "MK166")
+    assert "the number of consumer warps is 1" in found.message and "from 2 to 31" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("sync", "least"), [(mk.Tagged(slots=1), 2), (mk.Tagged(slots=3), 2), (mk.Sentinel(slots=2), 4), (mk.Flag(slots=6), 2)]
+)
+def test_slots(sync: mk.Tagged | mk.Sentinel | mk.Flag, least: int) -> None:
+    kernel = step_kernel()
+    found = one(findings(lambda: lowered(kernel, lambda s: s["o_proj"].sync(sync) and None)), "MK165")
+    check(found, kernel, "o_proj", f"{type(sync).__name__} on 'x' has {sync.slots} slots", f"a power of two that is at least {least}")
+
+
+@pytest.mark.parametrize(("feature", "what"), [("bulk_copy", "the ring"), ("mbarrier", "the ring"), ("l2_bulk_prefetch", "l2 prefetch")])
+def test_an_architecture_that_lacks_something(feature: str, what: str) -> None:
+    lacking = replace(GPU, features=GPU.features - {feature})
+    kernel = step_kernel()
+    found = one(findings(lambda: lowered(kernel, lambda s: s["o_proj"].prefetch(l2=MIB) and None, on=lacking)), "MK167")
+    assert found.message == f"{what} needs {feature!r}, which sm_90a does not have"
+    assert found.mend == "compile for one of: sm_90a"
+    mark = "o_proj" if what == "l2 prefetch" else "@mk.kernel"
+    assert found.span.line == line_of(kernel, mark)
+
+
+def test_every_finding_at_once() -> None:
+    found = refused(lambda s: replace(with_op(s, "o_proj", share_offset=-1), blocks=500, batch=0))
+    assert sorted(d.code for d in found) == ["MK163", "MK166", "MK166"]

@@ -1,0 +1,238 @@
+"""Pass ``shape`` against the headers: every word stands where the struct that the device reads declares its field.
+
+The structs are parsed from templates/include/megadsl/, and each field is compared by its name with a value worked out here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from functools import cache
+
+import pytest
+from lower_tools import GPU, lowered, model
+
+from megadsl.ir.graph import Attention, Embed, Linear
+from megadsl.ir.plan import Record
+from megadsl.lower.exchanges import kept_locally
+from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
+from megadsl.lower.pipeline import Lowering
+from megadsl.lower.schedule import share_begin
+from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
+from megadsl.lower.tiling import tiling
+from megadsl.resources import include
+
+HEADERS = include() / "megadsl"
+UNIT = 16  # bytes: what offsets into arenas count in
+TAKEN = ("llama-tiny-odd", 5, 3)  # model, tokens, blocks: sizes that no tile divides, so that fields that change places are noticed
+
+
+@cache
+def structs() -> dict[str, tuple[str, ...]]:
+    """Field names of every struct of only i32 fields, by its name."""
+    found = {}
+    for header in sorted(HEADERS.glob("*.h")):
+        text = re.sub(r"//[^\n]*", "", header.read_text())
+        for name, body in re.findall(r"struct (\w+Shape) \{([^}]*)\}", text):
+            fields = re.findall(r"i32 (\w+);", body)
+            assert len(fields) == body.count(";"), f"{name} in {header.name} has fields that are no i32"
+            found[f"mk::{name}"] = tuple(fields)
+    return found
+
+
+@cache
+def state(name: str = TAKEN[0], tokens: int = TAKEN[1], blocks: int = TAKEN[2]) -> Lowering:
+    return model(name, tokens, blocks=blocks, max_kv=100)
+
+
+def fields(type_: str, name: str, lowering: Lowering | None = None) -> dict[str, int]:
+    """A record's words by the header's field names."""
+    record = next(r for r in (lowering or state()).shape if r.name == name)
+    assert record.type == type_
+    return dict(zip(structs()[type_], record.words, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama-tiny-odd", "llama-tiny-wide", "llama-3.2-1b"])
+def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> None:
+    shape = state(name).shape
+    assert {r.type: len(r.words) for r in shape} == {r.type: 1 if r.type == "mk::i32" else len(structs()[r.type]) for r in shape}
+    assert {r.type for r in shape} - {"mk::i32"} == structs().keys(), "a struct nobody fills, or a header that is not read"
+    assert len({r.name for r in shape}) == len(shape)
+    assert all(-(2**31) <= word < 2**31 for r in shape for word in r.words)
+
+
+def test_step() -> None:
+    s = state()
+    area = s.memory.offset
+    assert fields("mk::StepShape", "step") == {
+        "blocks": 3,
+        "blocks_inverse": divisor_inverse(3),
+        "layers": 2,
+        "angles": area("angles"),
+        "angle_rows": 100,
+        "abort_word": area("abort"),
+        "gates": area("gates"),
+        "stamps": len(s.plan.stamps),
+    }
+
+
+def test_shared_memory_and_rings() -> None:
+    s = state()
+    area = s.memory.offset
+    names = structs()["mk::SmemShape"]
+    assert fields("mk::SmemShape", "smem") == {name: area(name) for name in names}
+    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": 64 * 1024}
+    assert fields("mk::RingShape", "ring_loader") == ring
+
+
+@pytest.mark.parametrize("value", ["x", "qkv_proj", "gate_up_proj", "attention.parts", "lm_head.best"])
+def test_exchanges(value: str) -> None:
+    e = state().plan.exchange(value)
+    assert fields("mk::ExchangeShape", f"{ident(value)}_exchange") == {
+        "offset": e.offset // UNIT,
+        "slot_stride": e.owners * e.vectors,
+        "slots": e.slots,
+        "vectors": e.vectors,
+        "vectors_inverse": divisor_inverse(e.vectors),
+        "groups": e.groups,
+        "group_features": e.group_features,
+        "share_offset": e.share_offset,
+        "flags": e.flags_offset // UNIT,
+    }
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"])
+def test_linears(name: str) -> None:
+    s = state()
+    op = s.graph.op(name)
+    assert isinstance(op, Linear)
+    tiles, record, how = tiling(op), s.packed.find(name), s.schedule.op(name)
+    assert fields("mk::LinearShape", name) == {
+        "weights": record.offset // UNIT,
+        "layer_stride": record.layer_stride // UNIT,
+        "groups": tiles.groups,
+        "share_offset": how.share_offset,
+        "rows": op.rows,
+        "columns": op.columns,
+        "columns_padded": tiles.columns_padded,
+        "tile_columns": tiles.tile_columns,
+        "pieces": tiles.pieces,
+        "chunk_pieces": s.memory.chunk(name),
+        "l2_bytes": 0,
+    }
+    if op.loop:
+        assert record.layer_stride > 0
+
+
+def test_own_results_that_a_later_op_adds() -> None:
+    s = state()
+    for value in kept_locally(s.graph, s.schedule):
+        (word,) = next(r.words for r in s.shape if r.name == f"{ident(value)}_kept")
+        assert word == s.memory.offset(f"kept.{value}")
+
+
+def test_l2_bytes_reach_the_shape() -> None:
+    decided = lowered(decide=lambda s: s["o_proj"].prefetch(l2=4096) and None, blocks=2)
+    assert fields("mk::LinearShape", "o_proj", decided)["l2_bytes"] == 4096
+
+
+def test_rotated_rows_and_vectors() -> None:
+    s = state()
+    op = s.graph.op("qkv_proj")
+    assert isinstance(op, Linear)
+    assert fields("mk::RopeShape", "qkv_proj_rope") == {"begin": 0, "end": op.parts[0].rows + op.parts[1].rows}
+    record = s.packed.find("qkv_proj.input_layernorm")
+    want = {"weights": record.offset // UNIT, "layer_stride": record.layer_stride // UNIT, "bytes": record.bytes}
+    assert fields("mk::VectorShape", "qkv_proj_input_layernorm") == want
+    assert record.bytes == 2 * 96  # 80 columns, padded to a panel
+
+
+def test_embedding() -> None:
+    s = state()
+    op = s.graph.op("embed_tokens")
+    assert isinstance(op, Embed)
+    e = s.plan.exchange(op.out)
+    assert fields("mk::EmbedShape", "embed_tokens") == {
+        "table": s.packed.find("embed_tokens").offset // UNIT,
+        "features": 80,
+        "groups": e.groups,
+        "group_features": e.group_features,
+        "share_offset": e.share_offset,
+    }
+
+
+def test_attention_and_merge() -> None:
+    s = state()
+    op = s.graph.op("attention")
+    assert isinstance(op, Attention)
+    head, layer = kv_strides(op, 100)
+    area = s.memory.offset
+    assert fields("mk::AttentionShape", "attention") == {
+        "kv": 0,
+        "layer_stride": layer // UNIT,
+        "head_stride": head // UNIT,
+        "kv_heads": 1,
+        "splits": 3,
+        "q_begin": 0,
+        "k_begin": 5 * 64,
+        "v_begin": 6 * 64,
+        "scale_log2": float_bits(op.scale * math.log2(math.e)),
+        "scratch": area("attention.scratch"),
+        "queries": area("attention.queries"),
+        "fresh": area("attention.fresh"),
+        "rows": 5 * 5,  # five query heads read the one KV head, five tokens each
+        "max_rows": 100,
+    }
+    assert head == 7 * 16 * 64 * 2 * 2 and layer == head  # 100 rows are 7 chunks of 16
+    share = s.plan.exchange("attention")
+    merge = {"groups": share.groups, "share_offset": share.share_offset, "lanes": merge_lanes(3)}
+    assert fields("mk::MergeShape", "attention_merge") == merge
+
+
+def test_tape_entries_and_the_abort_area_are_as_large_as_the_headers_say() -> None:
+    tape = (HEADERS / "tape.h").read_text()
+    (size,) = re.findall(r"static_assert\(sizeof\(TapeEntry\) == (\d+)", tape)
+    assert int(size) == TAPE_ENTRY_BYTES
+    body = re.search(r"struct TapeEntry \{([^}]*)\}", tape)
+    assert body is not None
+    types = re.findall(r"^\s*(\w+) \w+;", body[1], re.MULTILINE)
+    assert sum({"u64": 8}.get(t, 4) for t in types) == TAPE_ENTRY_BYTES
+    assert ABORT_BYTES >= 16  # the abort word, then the launch's deadline
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 132, 147, 4095, 65535])
+def test_divisor_inverse_divides(divisor: int) -> None:
+    """mk::Divisor: n * inverse >> 32, exact while n * divisor stays below 2^32."""
+    inverse = divisor_inverse(divisor) % 2**32
+    limit = 2**32 // divisor
+    for n in {0, 1, divisor - 1, divisor, divisor + 1, limit - 1, limit // 2, *(k * divisor - 1 for k in range(1, 20))}:
+        if 0 <= n < limit:
+            assert (n if inverse == 0 else n * inverse >> 32) == n // divisor
+
+
+def test_the_device_shares_as_python_does() -> None:
+    """share_begin through the Divisor, for the split of every op of the largest model."""
+    s = model("llama-3.2-1b", 16)
+    blocks = s.schedule.blocks
+    inverse = divisor_inverse(blocks) % 2**32
+    assert blocks == GPU.sms
+    for e in s.exchanges:
+        for i in range(blocks + 1):
+            assert (e.groups * i + e.share_offset) * inverse >> 32 == share_begin(e.groups, blocks, e.share_offset, i)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.18033688, 1e-30])
+def test_float_bits(value: float) -> None:
+    assert struct.unpack("<f", struct.pack("<i", float_bits(value)))[0] == struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+@pytest.mark.parametrize(("splits", "lanes"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32), (40, 32)])
+def test_merge_lanes(splits: int, lanes: int) -> None:
+    assert merge_lanes(splits) == lanes
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        state().shape[0].words = ()  # type: ignore[misc]
+    assert all(isinstance(r, Record) for r in state().shape)
