@@ -99,8 +99,8 @@ class Result:
 
     def same(self, other: Result) -> bool:
         """Bit for bit."""
-        pairs = [(self.logits, other.logits), *((a, b) for x, y in zip(self.rows, other.rows, strict=True) for a, b in zip(x, y, strict=True))]
-        return self.ids == other.ids and all(bits(a).equal(bits(b)) for a, b in pairs)
+        rows = [pair for x, y in zip(self.rows, other.rows, strict=True) for pair in zip(x, y, strict=True)]
+        return self.ids == other.ids and all(bits(a).equal(bits(b)) for a, b in [(self.logits, other.logits), *rows])
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,9 @@ def judge(made: Compiled, weights: Weights, some: Sequence[Step], results: Seque
     assert not agreement(ours, fp32, MARGIN).differing
 
 
-def check(made: Compiled, sizes: Iterable[tuple[int, int]], *, device: str = "cpu", seeds: Sequence[int] = (), **options: Any) -> list[Result]:
+def check(
+    made: Compiled, sizes: Iterable[tuple[int, int]], *, device: str = "cpu", seeds: Sequence[int] = (), **options: Any
+) -> list[Result]:
     """Run steps of (cached rows, new tokens), judge them, and replay them under other emulator ``seeds``, bit for bit."""
     bench = Bench(made, device=device, **options)
     some = steps(made, sizes)

@@ -27,7 +27,8 @@ def test_a_lost_signal_is_reported(op: str, reader: str, value: str) -> None:
     made = kernel()
     some = steps(made, SIZES)
     faulty = Bench(made, defines={"MK_LOST_SIGNAL": str(publisher(made, op))})
-    site = next(s for s in made.manifest["sites"] if s["op"] == reader and s["kind"] == "exchange" and s["expects"].startswith(f"tag of {value} "))
+    gathers = [s for s in made.manifest["sites"] if s["op"] == reader and s["kind"] == "exchange"]
+    site = next(s for s in gathers if s["expects"].startswith(f"tag of {value} "))
     for _ in range(2):  # the second launch begins with a clean exchange and hangs at the same place
         before = faulty.put_rows(some[0])
         with pytest.raises(MegakernelHang) as caught:
@@ -38,9 +39,10 @@ def test_a_lost_signal_is_reported(op: str, reader: str, value: str) -> None:
             for now, old in zip(kv.read(layer, kv.max_kv), rows, strict=True):
                 assert bits(now[:, : some[0].kv]).equal(bits(old[:, : some[0].kv])), "an aborted launch changed cached rows"
         waits = [w for w in caught.value.waits if w.site == site["id"]]
-        assert {w.block for w in waits} == set(range(5)), "every block waits for the value"
+        assert len({w.block for w in waits}) > 1 and all(w.role == "consumer" and w.layer == 0 for w in waits)
         text = re.escape(f"role consumer, op {reader} ({site['span']}), layer 0")
-        said = re.search(text + rf".*site {site['id']} \[exchange\] waited for tag of {value} .* expected 0x([0-9a-f]+), observed 0x([0-9a-f]+)", str(caught.value))
+        text += rf".*site {site['id']} \[exchange\] waited for tag of {value} .* expected 0x([0-9a-f]+), observed 0x([0-9a-f]+)"
+        said = re.search(text, str(caught.value))
         assert said is not None and said[1] != said[2]
     healthy = Bench(made)
     judge(made, healthy.weights, some, healthy.play(some))

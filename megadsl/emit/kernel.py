@@ -12,9 +12,11 @@ from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
 from megadsl.lower.exchanges import is_local
+from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import ident
+from megadsl.lower.tiling import PANEL, tiling
 from megadsl.resources import templates
 
 
@@ -44,6 +46,11 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "plan": plan,
         "rings": plan.schedule.rings,
         "attentions": [op for op in plan.graph.ops if isinstance(op, Attention)],
+        "linears": linears,
+        "tiles_type": lambda op: f"{_camel(op)}Tiles",
+        "tiling": tiling,
+        "panel": PANEL,
+        "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,

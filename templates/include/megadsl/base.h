@@ -18,6 +18,9 @@
 #define MK_NOINLINE __device__ __noinline__
 #endif
 
+// What nearly always holds: keeps the other branch out of the hot line of code.
+#define MK_LIKELY(x) __builtin_expect(!!(x), 1)
+
 namespace mk {
 
 using u8 = unsigned char;

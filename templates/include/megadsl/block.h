@@ -65,14 +65,4 @@ MK_DEV void keep(const B& block, const ExchangeShape& e, smem_ptr<u16> staged, s
     ptx::st_shared<u16>(kept + i, ptx::ld_shared<u16>(staged + i));
 }
 
-// Eight consecutive bf16 as fp32, and back.
-MK_DEV void unpack8(u32x4 x, float (&v)[8]) {
-  const u32 w[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) v[2 * i] = ptx::bf16_lo(w[i]), v[2 * i + 1] = ptx::bf16_hi(w[i]);
-}
-MK_DEV u32x4 pack8(const float (&v)[8]) {
-  return {ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7])};
-}
-
 }  // namespace mk

@@ -59,7 +59,7 @@ struct Tagged {
   MK_DEV static u32 tag(u32x4 x) { return x.w >> 16; }
   MK_DEV static bool ready(u32x4 x, u32 sequence) { return tag(x) == (sequence & 0xffffu); }
 
-  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error at most 2^-20).
+  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error below 2^-19).
   MK_DEV static u32x4 pack_f32(const float (&v)[4], u32 sequence) {
     u32x4 x;
     x.x = (ptx::float_bits(v[0]) & ~15u) | (sequence & 15u);

@@ -27,11 +27,13 @@ constexpr u32 kGroupRows = 8;    // packed weight rows (or value features) per g
 constexpr u32 kPanel = 32;       // columns per shared-memory panel: two k16 steps, 64 bytes of bf16
 constexpr u32 kChunkRows = 16;   // KV rows per cache chunk
 
-// Byte offset of (column, token) in an activation buffer: [column / 32][token][32] bf16.
+// Activations lie in the order in which lanes load them as mma operands (see linear.h): of the eight columns 8q..8q+7 of a
+// panel, pairs 0 and 2 make one 8-byte operand (range 0), pairs 1 and 3 the other (range 1).
+// [column / 32][range][token][q][2 pairs][2] bf16.
 template <u32 kTokens>
 MK_DEV u32 activation_offset(u32 column, u32 token) {
-  if (kTokens == 1) return column * 2;
-  return ((column / kPanel) * kTokens + token) * (kPanel * 2) + (column % kPanel) * 2;
+  const u32 panel = column / kPanel, q = column % kPanel / 8, pair = column % 8 / 2;
+  return (((panel * 2 + pair % 2) * kTokens + token) * 4 + q) * 8 + pair / 2 * 4 + column % 2 * 2;
 }
 
 // Byte offset of (row, dim) in the K half of a cache chunk: [row / 8][dim / 32][row % 8][32] bf16.

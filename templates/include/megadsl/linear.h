@@ -1,9 +1,11 @@
 // Linear ops on tensor cores, 1 to 16 tokens: out[row, token] = sum over columns of weight[row, column] * x[column, token].
 //
-// A weight tile is 8 rows by `tile_columns` columns, in panels of 32 columns: lane (g, q) of a warp finds its operand of two
-// mma steps as the 16 bytes of row g, columns 8q..8q+7 of a panel, and the activations lie in the same order. The mma sees
-// columns in a permuted order, the same for both operands. Weights are the n = 8 operand (tokens are m = 16), so rows are
-// shared out in eights and the loop is the same for 1 and for 16 tokens.
+// A weight tile is 8 rows by `tile_columns` columns, in panels of 32 columns: lane (g, q) of a warp finds the 16 bytes of row
+// g, columns 8q..8q+7 of a panel. Those four registers are the whole A operand (m = 16) of an mma, read as two column ranges
+// of the same eight rows: pairs 0 and 2 are operand row g, pairs 1 and 3 operand row g + 8. The activations of a range are
+// the B operand (n = 8 tokens), so half of each product belongs to the other range and is dropped. Up to 4 tokens, tokens of
+// range 0 are columns 0..3 and tokens of range 1 columns 4..7: one mma per 512 bytes of weights, no register moved.
+// Rows are shared out in eights, which 132 blocks need; the same packed weights serve 1 to 16 tokens.
 // All warps split each tile by panels; their partial sums meet in shared memory once per batch of row groups.
 #pragma once
 #include "megadsl/block.h"
@@ -52,84 +54,116 @@ MK_DEV void for_each_pass(const LinearShape& s, RowGroups own, F f) {
 // in the ring are consumed faster than HBM fills it.
 constexpr u32 kTilesAtOnce = 2;
 
-// A warp's sums of one tile: (token lane / 4 [+ 8], rows 2q and 2q + 1), q = lane % 4, in two chains of products.
+// A warp's products of one tile. Up to 4 tokens both ranges share one accumulator; else one for each (tokens / 8, range).
+template <u32 kTokens>
 struct TileSums {
-  float chain[2][4] = {};
+  static constexpr bool kShared = kTokens <= 4;
+  static constexpr u32 kHalves = kTokens <= 8 ? 1 : 2;
+  static constexpr u32 kParts = kShared ? 1 : 2 * kHalves;
+  float part[kParts][4] = {};
+
   MK_DEV void add(const TileSums& other) {
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) chain[i / 4][i % 4] += other.chain[i / 4][i % 4];
+    for (u32 i = 0; i < kParts * 4; ++i) part[i / 4][i % 4] += other.part[i / 4][i % 4];
+  }
+  // Multiplies the panel's weights of lane (g, q) by the activations of that panel.
+  MK_DEV void multiply(u32x4 w, smem_ptr<char> panel, u32 g, u32 q) {
+    if (kShared) {
+      u32x2 x = {0, 0};
+      if (g % 4 < kTokens) x = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((g / 4 * kTokens + g % 4) * 4 + q) * 8));
+      ptx::mma_m16n8k16(part[0], w.x, w.y, w.z, w.w, x.x, x.y);
+      return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kParts; ++i) {
+      const u32 token = g + 8 * (i / 2);
+      u32x2 x = {0, 0};
+      if (token < kTokens) x = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((i % 2 * kTokens + token) * 4 + q) * 8));
+      ptx::mma_m16n8k16(part[i], w.x, w.y, w.z, w.w, x.x, x.y);
+    }
+  }
+  // The finished sums of row g: tokens 2q and 2q + 1 (+ 8 * half). With a shared accumulator lanes q < 2 hold them.
+  MK_DEV void finish(u32 half, float (&sum)[2]) const {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i)
+      sum[i] = kShared ? part[0][i] + ptx::shfl_xor(part[0][2 + i], 2) : part[kShared ? 0 : 2 * half][i] + part[kShared ? 0 : 2 * half + 1][2 + i];
   }
 };
 
-// Adds the products of `count` tiles to their sums. Tile i meets the activations from byte i * stride on.
-template <class B>
-MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesAtOnce], u32 count, smem_ptr<char> activations, u32 stride,
-                           u32 panels, TileSums (&sums)[kTilesAtOnce]) {
-  constexpr u32 kTokens = B::kTokens;
+// Adds the products of kCount tiles to their sums. Tile i meets the activations from byte i * stride on.
+template <u32 kCount, u32 kPanels, class B>
+MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesAtOnce], smem_ptr<char> activations, u32 stride,
+                           TileSums<B::kTokens> (&sums)[kTilesAtOnce]) {
+  constexpr u32 kPanelBytes = kPanel * 2 * B::kTokens;
   const u32 g = block.lane() / 4, q = block.lane() % 4;
-#pragma unroll 2
-  for (u32 panel = block.warp(); panel < panels; panel += B::kWarps) {
-    u32x4 w[kTilesAtOnce] = {}, lo[kTilesAtOnce] = {}, hi[kTilesAtOnce] = {};
 #pragma unroll
-    for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i >= count) continue;
-      const smem_ptr<char> x = activations.template at<char>(i * stride + (panel * kTokens + g) * 64 + q * 16);
-      w[i] = ptx::ld_shared<u32x4>(tiles[i].template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16));
-      if (g < kTokens) lo[i] = ptx::ld_shared<u32x4>(x.template at<u32x4>(0));
-      if (kTokens > 8 && g + 8 < kTokens) hi[i] = ptx::ld_shared<u32x4>(x.template at<u32x4>(8 * 64));
-    }
+  for (u32 first = 0; first < kPanels; first += B::kWarps) {
+    const u32 panel = first + block.warp();
+    if (first + B::kWarps > kPanels && panel >= kPanels) break;  // the last round may not have a panel for every warp
 #pragma unroll
-    for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i >= count) continue;
-      ptx::mma_m16n8k16(sums[i].chain[0], lo[i].x, hi[i].x, lo[i].y, hi[i].y, w[i].x, w[i].y);
-      ptx::mma_m16n8k16(sums[i].chain[1], lo[i].z, hi[i].z, lo[i].w, hi[i].w, w[i].z, w[i].w);
-    }
+    for (u32 i = 0; i < kCount; ++i)
+      sums[i].multiply(ptx::ld_shared<u32x4>(tiles[i].template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16)),
+                       activations.template at<char>(i * stride + panel * kPanelBytes), g, q);
   }
 }
 
 // Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32, or adds them to what an earlier chunk left.
 template <class B>
-MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums& sums, bool add) {
+MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, bool add) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
-  for (u32 half = 0; half < (B::kTokens > 8 ? 2u : 1u); ++half) {
-    const u32 token = g + 8 * half;
-    if (token >= B::kTokens) continue;
-    const smem_ptr<float> at = partials + (block.warp() * B::kTokens + token) * kGroupRows + 2 * q;
-    float a = sums.chain[0][2 * half] + sums.chain[1][2 * half], b = sums.chain[0][2 * half + 1] + sums.chain[1][2 * half + 1];
-    if (add) a += ptx::ld_shared<float>(at), b += ptx::ld_shared<float>(at + 1);
-    ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::float_bits(a), ptx::float_bits(b)});
+  for (u32 half = 0; half < TileSums<B::kTokens>::kHalves; ++half) {
+    float sum[2];
+    sums.finish(half, sum);
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const u32 token = 2 * q + i + 8 * half;
+      if (token >= B::kTokens) continue;
+      const smem_ptr<float> at = partials + ((block.warp() * B::kTokens + token) * kGroupRows + g);
+      ptx::st_shared<float>(at, add ? sum[i] + ptx::ld_shared<float>(at) : sum[i]);
+    }
   }
 }
 
-// Consumes the tiles of row groups [first, last), `pieces` to a group, and leaves each group's partial sums. Where a group
-// is one tile, tiles of neighbouring groups go together.
-template <class B, class R>
+// The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk.
+template <u32 kPanels_, u32 kPieces_>
+struct Tiles {
+  static constexpr u32 kPanels = kPanels_;
+  static constexpr u32 kPieces = kPieces_;
+};
+
+// Consumes the tiles of row groups [first, last) of one chunk and leaves each group's partial sums. Where a group is one
+// tile, tiles of neighbouring groups go together.
+template <class G, class B, class R>
 MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk,
                           smem_ptr<char> activations, smem_ptr<float> partials) {
   constexpr u32 kAtOnce = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
-  const u32 pieces = u32(s.chunk_pieces), panels = u32(s.tile_columns) / kPanel, tile_bytes = u32(s.tile_columns) * B::kTokens * 2;
-  const bool single = pieces == 1;
+  constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
+  constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kAtOnce == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
   u32 group = first, piece = 0;
-  TileSums sums[kTilesAtOnce];
+  TileSums<B::kTokens> sums[kTilesAtOnce];
 #pragma unroll 1
   while (group < last) {
-    const u32 count = min_u32(kAtOnce, single ? last - group : pieces - piece);
-    const u32 tile = group * u32(s.pieces) + chunk * pieces + piece;
+    const u32 count = min_u32(kAtOnce, kSingle ? last - group : G::kPieces - piece);
+    const u32 tile = group * u32(s.pieces) + chunk * G::kPieces + piece;
     smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i)
-      if (i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
-    multiply_tiles(block, tiles, count, activations.template at<char>(piece * tile_bytes), single ? 0 : tile_bytes, panels, sums);
+      if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
+    const smem_ptr<char> x = activations.template at<char>(piece * kTileBytes);
+    if (kAlwaysAll || count == kTilesAtOnce)
+      multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, sums);
+    else
+      multiply_tiles<1, G::kPanels>(block, tiles, x, 0, sums);
     reader.release(count);
     piece += count;
-    if (!single && piece < pieces) continue;
-    if (!single) sums[0].add(sums[1]);
-    const u32 groups = single ? count : 1;
+    if (!kSingle && piece < G::kPieces) continue;
+    if (!kSingle) sums[0].add(sums[1]);
+    const u32 groups = kSingle ? count : 1;
 #pragma unroll
     for (u32 i = 0; i < kTilesAtOnce; ++i) {
       if (i < groups) leave_partials(block, partials + (group - first + i) * B::kWarps * B::kTokens * kGroupRows, sums[i], chunk != 0);
-      sums[i] = TileSums();
+      sums[i] = TileSums<B::kTokens>();
     }
     group += groups, piece = 0;
   }
@@ -157,10 +191,10 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
 // its own where a buffer is reused); `epilogue` as in finish_batch. Ends with a barrier behind the last epilogue.
-template <u32 kBatch, class B, class R, class Gather, class Epilogue>
+template <u32 kBatch, class G, class B, class R, class Gather, class Epilogue>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
   const RowGroups own = own_groups(block.cx, s.groups, s.share_offset);
-  const u32 chunk_columns = u32(s.chunk_pieces) * u32(s.tile_columns);
+  constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
   constexpr u32 kBatchFloats = kBatch * B::kWarps * B::kTokens * kGroupRows;
   u32 turn = 0;
@@ -168,10 +202,10 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     const smem_ptr<float> partials = block.template at<float>(smem.partials) + turn * kBatchFloats;
     if (chunks > 1 || first == own.begin) {
       if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
-      gather(chunk * chunk_columns, min_u32(chunk_columns, u32(s.columns_padded) - chunk * chunk_columns));
+      gather(chunk * kChunkColumns, kChunkColumns);
       block.sync();
     }
-    consume_tiles(block, reader, site, s, first, last, chunk, activations, partials);
+    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials);
     if (chunk + 1 == chunks) {
       block.sync();
       finish_batch(block, partials, first, last, epilogue);

@@ -4,6 +4,32 @@
 
 namespace mk {
 
+// Eight consecutive bf16 of a vector, as fp32.
+MK_DEV void load8(smem_ptr<char> vector, u32 column, float (&v)[8]) {
+  const u32x4 x = ptx::ld_shared<u32x4>(vector.template at<u32x4>(column * 2));
+  const u32 w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) v[2 * i] = ptx::bf16_lo(w[i]), v[2 * i + 1] = ptx::bf16_hi(w[i]);
+}
+
+// Eight consecutive columns of a token in an activation buffer, as fp32; `column` is a multiple of 8.
+template <u32 kTokens>
+MK_DEV void load8(smem_ptr<char> rows, u32 column, u32 token, float (&v)[8]) {
+#pragma unroll
+  for (u32 range = 0; range < 2; ++range) {
+    const u32x2 x = ptx::ld_shared<u32x2>(rows.template at<u32x2>(activation_offset<kTokens>(column + 2 * range, token)));
+    v[2 * range] = ptx::bf16_lo(x.x), v[2 * range + 1] = ptx::bf16_hi(x.x);
+    v[2 * range + 4] = ptx::bf16_lo(x.y), v[2 * range + 5] = ptx::bf16_hi(x.y);
+  }
+}
+template <u32 kTokens>
+MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[8]) {
+#pragma unroll
+  for (u32 range = 0; range < 2; ++range)
+    ptx::st_shared<u32x2>(rows.template at<u32x2>(activation_offset<kTokens>(column + 2 * range, token)),
+                          u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
+}
+
 // Gathers all features of a value into an activation buffer, columns past the value's features as zeros.
 template <class Wire, u32 kInFlight, bool kWhole, class B>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
@@ -39,8 +65,8 @@ struct RowShare {
 
 enum class RowOp { kSum, kMax };
 
-// Per-warp parts of one row reduction into `parts` [token][RowShare::kPerToken] fp32. `load(offset, column, values)` gives
-// the operand's eight values at an activation offset. Columns from `columns` on do not count. Needs a sync() before reads.
+// Per-warp parts of one row reduction into `parts` [token][RowShare::kPerToken] fp32. `load(column, token, values)` gives
+// the operand's eight values from a column on. Columns from `columns` on do not count. Needs a sync() before reads.
 template <RowOp kOp, class B, class Load>
 MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load load) {
   using Share = RowShare<B>;
@@ -52,7 +78,7 @@ MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load
 #pragma unroll 1
     for (u32 column = (part * 32 + block.lane()) * 8; column < columns; column += Share::kPerToken * 256) {
       float v[8];
-      load(activation_offset<B::kTokens>(column, token), column, v);
+      load(column, token, v);
 #pragma unroll
       for (u32 i = 0; i < 8; ++i) {
         if (column + i >= columns) continue;
@@ -80,24 +106,20 @@ MK_DEV float row_total(smem_ptr<float> parts, u32 token) {
   return total;
 }
 
-// Rewrites an activation buffer in place, eight columns at a time: `f(offset, column, token, values)` fills the new values.
+// Rewrites an activation buffer in place, eight columns at a time: `f(column, token, values)` fills the new values.
 template <class B, class F>
 MK_DEV void apply_rows(const B& block, u32 columns, u32 columns_padded, smem_ptr<char> rows, F f) {
 #pragma unroll 1
   for (u32 i = block.thread; i < columns_padded / 8 * B::kTokens; i += B::kThreads) {
     const u32 quarter = i % 4, token = i / 4 % B::kTokens, panel = i / (4 * B::kTokens);
     const u32 column = panel * kPanel + quarter * 8;
-    const u32 offset = activation_offset<B::kTokens>(column, token);
     float v[8];
-    f(offset, column, token, v);
+    f(column, token, v);
 #pragma unroll
     for (u32 j = 0; j < 8; ++j)
       if (column + j >= columns) v[j] = 0.0f;
-    ptx::st_shared<u32x4>(rows.template at<u32x4>(offset), pack8(v));
+    store8<B::kTokens>(rows, column, token, v);
   }
 }
-
-// Eight bf16 at a byte offset, as fp32.
-MK_DEV void load8(smem_ptr<char> from, u32 offset, float (&v)[8]) { unpack8(ptx::ld_shared<u32x4>(from.template at<u32x4>(offset)), v); }
 
 }  // namespace mk

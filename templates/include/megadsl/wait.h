@@ -49,7 +49,7 @@ template <class Attempt>
 MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
   for (u32 polls = 1;; ++polls) {
-    if (attempt(observed)) return true;
+    if (MK_LIKELY(attempt(observed))) return true;
     if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) return false;
     if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;
     if (polls % kPollsPerCheck == 0 && detail::give_up(cx, site, tile, expected, observed)) return false;
