@@ -61,7 +61,6 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
         "hints": _hints,
         "op_index": ops.index,
-        "group_features": lambda op: _group_features(plan, op),
         "kept_values": kept_values,
         "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),
         "operands": _operands,
@@ -86,12 +85,6 @@ def _unknown(instr: Instr) -> str:
 def _hints(program: Program) -> list[str]:
     found = {str(i.args["hint"]) for i in instructions(program.body) if "hint" in i.args}
     return sorted(found)
-
-
-def _group_features(plan: Plan, op: str) -> int:
-    linear = plan.graph.op(op)
-    assert isinstance(linear, Linear) and linear.out is not None
-    return plan.exchange(linear.out).group_features
 
 
 def _operand(op: Linear, arg: str) -> Operand:

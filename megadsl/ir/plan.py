@@ -109,7 +109,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A value's way between blocks: ``slots`` rounds of ``owners`` x ``vectors`` 16-byte vectors in the exchange arena.
+    """A value's way between blocks: ``slots`` rounds of ``owners`` x ``vectors`` 16-byte vectors in the exchange arena, the
+    first ``units`` of each owner for a group of 8 features of a token each.
 
     ``uses`` is how many rounds a launch takes (an expression); ``wire`` the device type; offsets in bytes.
     """
@@ -122,9 +123,9 @@ class Exchange:
     offset: int
     owners: int
     vectors: int
+    units: int
     slots: int
     groups: int
-    group_features: int
     share_offset: int
     flags_offset: int
     uses: str

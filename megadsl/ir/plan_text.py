@@ -52,7 +52,7 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     for e in plan.exchanges:
         yield (
             f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
-            f" {e.groups} groups of {e.group_features}, {e.uses} rounds per launch"
+            f" {e.groups} groups, {e.uses} rounds per launch"
         )
 
 

@@ -14,14 +14,14 @@ from megadsl.types import Level, ceil_div, round_up
 
 FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
 SENTINEL_EMPTY = 0xFF
+LASTS_PER_VECTOR = 7
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who produces a value's features: groups of ``group_features``, rotated by ``share_offset``."""
+    """Who produces a value's features: groups of 8, rotated by ``share_offset``."""
 
     groups: int
-    group_features: int
     share_offset: int
 
 
@@ -29,9 +29,8 @@ def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
     """How the producing op shares out the features of its value."""
     offset = schedule.op(op.name).share_offset
     if isinstance(op, Linear):
-        folded = op.epilogue is not None and len(op.parts) == 2
-        return Sharing(tiling(op).groups, GROUP_ROWS // 2 if folded else GROUP_ROWS, offset)
-    return Sharing(ceil_div(features, GROUP_ROWS), GROUP_ROWS, offset)
+        return Sharing(tiling(op).shares, offset)
+    return Sharing(ceil_div(features, GROUP_ROWS), offset)
 
 
 def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
@@ -55,9 +54,9 @@ def kept_locally(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
     return tuple(found)
 
 
-def values_per_vector(sync: Sync) -> int:
-    """bf16 values in a 16-byte vector of a wire format; tags take the eighth."""
-    return 7 if isinstance(sync, Tagged) else 8
+def vectors_for(sync: Sync, units: int) -> int:
+    """16-byte vectors that carry ``units`` units of 8 bf16: tags push out each unit's last element, seven to an extra vector."""
+    return units + (ceil_div(units, LASTS_PER_VECTOR) if isinstance(sync, Tagged) else 0)
 
 
 def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ...], int, tuple[tuple[int, int, int], ...]]:
@@ -70,15 +69,14 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
         if value.initial is not None:
             _same_share(graph.op(value.initial), share, value.features, schedule)
         sync = schedule.edge(value.name).sync
-        owned = largest_share(share.groups, schedule.blocks, share.share_offset) * share.group_features * graph.tokens
-        vectors = max(1, ceil_div(owned, values_per_vector(sync)))
+        units = largest_share(share.groups, schedule.blocks, share.share_offset) * graph.tokens
         uses = "1" if op.loop is None else ("layers + 1" if value.initial is not None else "layers")
-        found.append(arena.place(value.name, sync, "bf16", schedule.blocks, vectors, share, uses, op))
+        found.append(arena.place(value.name, sync, "bf16", schedule.blocks, units, share, uses, op))
     for op in graph.ops:
         if isinstance(op, Attention):
             found.append(_parts(arena, op, graph, schedule))
         if isinstance(op, Linear) and op.sink == "argmax":
-            share = Sharing(schedule.blocks, 1, 0)
+            share = Sharing(schedule.blocks, 0)
             found.append(arena.place(f"{op.name}.best", Tagged(), "u32", schedule.blocks, graph.tokens, share, "1", op))
     return tuple(found), arena.bytes, tuple(arena.fills)
 
@@ -90,14 +88,14 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     rows = op.heads // op.kv_heads * graph.tokens
     vectors = rows * (op.head_dim // 4 + 1)
     uses = "1" if op.loop is None else "layers"
-    return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 1, 0), uses, op)
+    return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
 
 
 def _same_share(initial: Op, share: Sharing, features: int, schedule: Schedule) -> None:
     """A loop-carried value has one buffer, so its first producer must share it out like its later one."""
     if not isinstance(initial, Embed):
         raise AssertionError(f"loop-carried value begins with {initial.name}, which is no embedding")
-    if share.group_features * share.groups < features:
+    if GROUP_ROWS * share.groups < features:
         raise AssertionError(f"{initial.name} has more features than the loop's last op produces")
 
 
@@ -106,8 +104,9 @@ class _Arena:
         self.bytes = 0
         self.fills: list[tuple[int, int, int]] = []
 
-    def place(self, name: str, sync: Sync, dtype: str, owners: int, vectors: int, share: Sharing, uses: str, op: Op) -> Exchange:
+    def place(self, name: str, sync: Sync, dtype: str, owners: int, units: int, share: Sharing, uses: str, op: Op) -> Exchange:
         wire = type(sync).__name__
+        vectors = vectors_for(sync, units) if dtype == "bf16" else units
         offset = self.bytes
         size = round_up(owners * vectors * 16 * sync.slots, 128)
         self.bytes += size
@@ -117,6 +116,6 @@ class _Arena:
         if wire == "Flag":
             self.bytes += round_up(owners * FLAG_BYTES, 128)
         return Exchange(
-            name, Level.GPU, sync, wire, dtype, offset, owners, vectors, sync.slots, share.groups, share.group_features,
+            name, Level.GPU, sync, wire, dtype, offset, owners, vectors, units, sync.slots, share.groups,
             share.share_offset, flags_offset, uses, op.span,
         )  # fmt: skip

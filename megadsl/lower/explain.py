@@ -10,7 +10,7 @@ from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.exchanges import is_local, sharing
-from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.memory import chunk_pieces, own_groups
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.schedule import largest_share, share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -91,12 +91,11 @@ def _share(plan: Plan, op: Op, how: OpSchedule) -> str:
     match op:
         case Embed():
             e = plan.exchange(op.out)
-            most = largest_share(e.groups, blocks, e.share_offset) * e.group_features
+            most = largest_share(e.groups, blocks, e.share_offset) * GROUP_ROWS
             return f"{most} of {op.table.shape[1]:,} features"
         case Linear():
-            groups = tiling(op).groups
             offset = f", from block {how.share_offset}" if how.share_offset else ""
-            return f"{largest_share(groups, blocks, how.share_offset)} of {groups:,} row groups{offset}"
+            return f"{own_groups(op, plan.schedule)} of {tiling(op).groups:,} row groups{offset}"
         case Attention():
             units = op.kv_heads * how.splits
             return f"{ceil_div(units, blocks)} of {units:,} units"
@@ -153,8 +152,8 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
 def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
     """Vectors of all blocks that own some of the features [begin, end)."""
     blocks = plan.schedule.blocks
-    last = share_owner(e.groups, blocks, e.share_offset, (end - 1) // e.group_features)
-    return (last - share_owner(e.groups, blocks, e.share_offset, begin // e.group_features) + 1) * e.vectors
+    last = share_owner(e.groups, blocks, e.share_offset, (end - 1) // GROUP_ROWS)
+    return (last - share_owner(e.groups, blocks, e.share_offset, begin // GROUP_ROWS) + 1) * e.vectors
 
 
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
@@ -166,19 +165,17 @@ def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     width = chunk * tiles.tile_columns
     starts = range(0, ref.features, width)
     once = sum(_spanned(plan, e, ref.begin + at, ref.begin + min(at + width, ref.features)) for at in starts)
-    groups = largest_share(tiles.groups, plan.schedule.blocks, plan.schedule.op(op.name).share_offset)
-    return once * max(1, ceil_div(groups, plan.schedule.batch))
+    return once * max(1, ceil_div(own_groups(op, plan.schedule), plan.schedule.batch))
 
 
 def _kept(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     """An epilogue's operand that other blocks own: the features that the block's own rows become."""
-    blocks, groups = plan.schedule.blocks, tiling(op).groups
-    width = GROUP_ROWS // len(op.parts)
+    blocks, shares = plan.schedule.blocks, tiling(op).shares
     offset = plan.schedule.op(op.name).share_offset
     most = 0
     for block in range(blocks):
-        begin = share_begin(groups, blocks, offset, block) * width
-        end = min(share_begin(groups, blocks, offset, block + 1) * width, ref.features)
+        begin = share_begin(shares, blocks, offset, block) * GROUP_ROWS
+        end = min(share_begin(shares, blocks, offset, block + 1) * GROUP_ROWS, ref.features)
         if begin < end:
             most = max(most, _spanned(plan, e, ref.begin + begin, ref.begin + end))
     return most

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.ir.graph import Attention, Embed, Graph, Linear
+from megadsl.ir.verify_graph import reads
 from megadsl.lower.operands import prologue_values, vectors
+from megadsl.lower.tiling import GROUP_ROWS
 
 OPERANDS = declare(
     "MK171",
@@ -19,6 +21,11 @@ PARTS = declare(
 SPREAD = declare("MK173", "queries, keys and values of {op!r} come from different linears", "compute them in one linear of several weights")
 ROPE_DIMS = declare(
     "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops"
+)
+UNALIGNED = declare(
+    "MK177",
+    "{op!r} reads {value!r} from feature {begin} on, which is no multiple of 8",
+    "give every weight of that linear a multiple of 8 rows, or compute the parts in linears of their own",
 )
 CARRIED = declare(
     "MK175", "the loop-carried value {value!r} begins as the result of {op!r}, which is no embedding", "start the loop from mk.embed(...)"
@@ -37,6 +44,9 @@ def check_graph(graph: Graph) -> None:
                     found.add(SPREAD, op.span, op=op.name)
                 if op.loop is None:
                     found.add(OUTER, op.span, op=op.name)
+            for ref in reads(op):
+                if ref.begin % GROUP_ROWS:
+                    found.add(UNALIGNED, op.span, op=op.name, value=ref.value, begin=ref.begin)
         for value in graph.values:
             if value.initial is not None and not isinstance(graph.op(value.initial), Embed):
                 found.add(CARRIED, value.span, value=value.name, op=value.initial)

@@ -33,6 +33,7 @@ WARP_THREADS = 32
 CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in column chunks rather than squeezing the ring
 MIN_STAGES = 2
 ABORT_BYTES = 16
+UNIT_BYTES = 16  # 8 features of one token
 TAPE_ENTRY_BYTES = 56
 
 
@@ -100,13 +101,13 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     most = max((len(reductions(op.prologue.expr)) for op in linears), default=0)
     yield "scalars", max(most * tokens * per_token * 4, (warps * WARP_THREADS + tokens) * 8)
     yield "partials", 2 * schedule.batch * warps * tokens * GROUP_ROWS * 4
-    shares = [largest_share(e.groups, schedule.blocks, e.share_offset) * e.group_features for e in exchanges if e.dtype == "bf16"]
-    yield "staged", max(shares, default=0) * tokens * 2
-    remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * _own_features(op, schedule) for op in linears]
-    yield "kept", max(remote, default=0) * tokens * 2
+    units = [e.units for e in exchanges if e.dtype == "bf16"]
+    yield "staged", max(units, default=0) * UNIT_BYTES
+    remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
+    yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
-        yield f"kept.{value}", largest_share(e.groups, schedule.blocks, e.share_offset) * e.group_features * tokens * 2
+        yield f"kept.{value}", e.units * UNIT_BYTES
 
 
 def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
@@ -116,14 +117,15 @@ def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
     if isinstance(op, Attention):
         return 2
     tiles = tiling(op)
-    groups = largest_share(tiles.groups, schedule.blocks, schedule.op(op.name).share_offset)
+    groups = own_groups(op, schedule)
     runs = 1 if chunks[op.name] == tiles.pieces else groups * (tiles.pieces // chunks[op.name])
     return runs + len(vectors(op)) + 2
 
 
-def _own_features(op: Linear, schedule: Schedule) -> int:
-    per_group = GROUP_ROWS // (len(op.parts) if op.epilogue is not None else 1)
-    return largest_share(tiling(op).groups, schedule.blocks, schedule.op(op.name).share_offset) * per_group
+def own_groups(op: Linear, schedule: Schedule) -> int:
+    """Most row groups of 8 any block owns."""
+    tiles = tiling(op)
+    return largest_share(tiles.shares, schedule.blocks, schedule.op(op.name).share_offset) * tiles.fold
 
 
 def _most_stages(ring: Ring) -> int:

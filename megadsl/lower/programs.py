@@ -165,7 +165,7 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     exchange = builder.exchange(value)
     site = builder.site(role, op.name, "publish", "", op.span)
     round_ = sequence(builder, value, op.name, publishing=True)
-    args = {"value": value, "wire": exchange.wire, "round": round_, "groups": exchange.groups, "features": exchange.group_features}
+    args = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), args=args)
 

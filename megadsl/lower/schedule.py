@@ -110,20 +110,20 @@ def balance(graph: Graph, schedule: Schedule) -> Schedule:
         tiles = tiling(op)
         chosen = ops[op.name]
         kept = [ops[p] for p in _kept_from(op, graph) if p in done]
-        if chosen.share_offset == 0 and kept and _groups(graph, kept[0].op) == tiles.groups:
+        if chosen.share_offset == 0 and kept and _shares(graph, kept[0].op) == tiles.shares:
             ops[op.name] = chosen = replace(chosen, share_offset=kept[0].share_offset)  # the residual stays in the block
         elif chosen.share_offset == 0:
-            offsets = range(blocks) if tiles.groups % blocks else range(1)
-            best = min(offsets, key=lambda o: _peak(load, tiles.groups, o, tiles.group_bytes))
+            offsets = range(blocks) if tiles.shares % blocks else range(1)
+            best = min(offsets, key=lambda o: _peak(load, tiles.shares, o, tiles.share_bytes))
             ops[op.name] = chosen = replace(chosen, share_offset=best)
-        load = _added(load, tiles.groups, chosen.share_offset, tiles.group_bytes)
+        load = _added(load, tiles.shares, chosen.share_offset, tiles.share_bytes)
         done.add(op.name)
     return replace(schedule, ops=tuple(ops[o.op] for o in schedule.ops))
 
 
-def _groups(graph: Graph, name: str) -> int:
+def _shares(graph: Graph, name: str) -> int:
     op = graph.op(name)
-    return tiling(op).groups if isinstance(op, Linear) else 0
+    return tiling(op).shares if isinstance(op, Linear) else 0
 
 
 def _kept_from(op: Linear, graph: Graph) -> list[str]:
@@ -147,16 +147,16 @@ def largest_share(n: int, parts: int, offset: int) -> int:
     return max(share_begin(n, parts, offset, i + 1) - share_begin(n, parts, offset, i) for i in range(parts))
 
 
-def _added(load: list[int], groups: int, offset: int, group_bytes: int) -> list[int]:
+def _added(load: list[int], shares: int, offset: int, share_bytes: int) -> list[int]:
     blocks = len(load)
     return [
-        have + (share_begin(groups, blocks, offset, i + 1) - share_begin(groups, blocks, offset, i)) * group_bytes
+        have + (share_begin(shares, blocks, offset, i + 1) - share_begin(shares, blocks, offset, i)) * share_bytes
         for i, have in enumerate(load)
     ]
 
 
-def _peak(load: list[int], groups: int, offset: int, group_bytes: int) -> int:
-    return max(_added(load, groups, offset, group_bytes))
+def _peak(load: list[int], shares: int, offset: int, share_bytes: int) -> int:
+    return max(_added(load, shares, offset, share_bytes))
 
 
 def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine) -> None:

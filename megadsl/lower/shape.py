@@ -12,7 +12,7 @@ from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.memory import Memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
-from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.lower.tiling import tiling
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS = 16
@@ -78,7 +78,7 @@ def _smem(memory: Memory) -> tuple[int, ...]:
 
 def _exchange(e: Exchange) -> Record:
     words = (
-        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.groups, e.group_features,
+        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.units, e.groups,
         e.share_offset, e.flags_offset // OFFSET_UNIT,
     )  # fmt: skip
     return Record("mk::ExchangeShape", f"{ident(e.name)}_exchange", words, f"{e.wire}, {e.dtype}")
@@ -99,14 +99,14 @@ def _op(
 def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record:
     # The value may be loop-carried: then its buffer is shared out the way the loop's last op does it.
     e = next(x for x in exchanges if x.name == op.out)
-    words = (packed.find(op.name).offset // OFFSET_UNIT, op.table.shape[1], e.groups, e.group_features, e.share_offset)
+    words = (packed.find(op.name).offset // OFFSET_UNIT, op.table.shape[1], e.groups, e.share_offset)
     return Record("mk::EmbedShape", ident(op.name), words)
 
 
 def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
-        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, how.share_offset, op.rows, op.columns,
+        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, how.share_offset, op.rows, op.columns,
         tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
@@ -132,5 +132,4 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, 
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)
     merge = (share.groups, share.share_offset, merge_lanes(how.splits))
-    assert share.group_features == GROUP_ROWS
     return [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]

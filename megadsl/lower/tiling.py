@@ -19,6 +19,7 @@ class Tiling:
     groups: int
     pieces: int
     tile_columns: int
+    fold: int  # row groups that make one group of 8 features
 
     @property
     def columns_padded(self) -> int:
@@ -33,6 +34,15 @@ class Tiling:
         return self.pieces * self.tile_bytes
 
     @property
+    def shares(self) -> int:
+        """What is shared out over the blocks: row groups, in folds."""
+        return self.groups // self.fold
+
+    @property
+    def share_bytes(self) -> int:
+        return self.fold * self.group_bytes
+
+    @property
     def bytes(self) -> int:
         return self.groups * self.group_bytes
 
@@ -40,7 +50,8 @@ class Tiling:
 def tiling(op: Linear) -> Tiling:
     """Equal pieces of at most MAX_TILE_COLUMNS, each a whole number of panels: little padding for any column count."""
     pieces = ceil_div(op.columns, MAX_TILE_COLUMNS)
-    return Tiling(ceil_div(op.rows, GROUP_ROWS), pieces, round_up(ceil_div(op.columns, pieces), PANEL))
+    fold = len(op.parts) if op.epilogue is not None else 1
+    return Tiling(round_up(ceil_div(op.rows, GROUP_ROWS), fold), pieces, round_up(ceil_div(op.columns, pieces), PANEL), fold)
 
 
 def tile_bytes(op: Linear) -> int:

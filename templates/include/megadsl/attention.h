@@ -201,16 +201,25 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
       },
       [&](u32x4 x, u32& observed) { return arrived<Wire>(round, x, observed); },
       [&](u32 index, u32x4 x) {
-        unpack_vector<Wire, kTokens>(block.cx, e, index, x, [&](u32 feature, u32 token, u16 bits) {
-          if (q.holds(feature)) {
-            const u32 at = feature - q.begin;
-            ptx::st_shared<u16>(queries.template at<u16>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim)), bits);
-          } else if (k.holds(feature)) {
-            ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(token, feature - k.begin)), bits);
-          } else if (v.holds(feature)) {
-            ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin)), bits);
-          }
-        });
+        const auto place = [&](u32 feature, u32 token) {  // where a unit of queries or keys lies
+          const u32 at = feature - q.begin;
+          return q.holds(feature) ? queries.template at<char>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
+                                  : fresh.template at<char>(key_offset<T::kHeadDim>(token, feature - k.begin));
+        };
+        unpack_vector<Wire, kTokens>(
+            block.cx, e, index, x,
+            [&](u32 feature, u32 token, u32x4 bits) {
+              if (q.holds(feature) || k.holds(feature)) store_unit<Wire>(place(feature, token), bits);
+              if (!v.holds(feature)) return;
+              const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+              for (u32 j = 0; j < (Wire::kWholeUnits ? 8u : 7u); ++j)
+                ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin + j)), u16(words[j / 2] >> (j % 2 * 16)));
+            },
+            [&](u32 feature, u32 token, u16 bits) {
+              if (q.holds(feature) || k.holds(feature)) store_last(place(feature, token), bits);
+              if (v.holds(feature)) ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin + 7)), bits);
+            });
       });
 }
 

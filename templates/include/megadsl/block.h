@@ -18,8 +18,8 @@ struct SmemShape {
   i32 activations;  // the current op's input, [panel][token][32] bf16
   i32 second;       // a second gathered operand of a prologue
   i32 partials;     // per warp fp32 partial sums, two batches
-  i32 staged;       // bf16 results on their way out, [feature][token]
-  i32 kept;         // own rows of an epilogue's other operand, [feature][token] bf16
+  i32 staged;       // results on their way out, as units
+  i32 kept;         // own rows of an epilogue's other operand, as units
   i32 scalars;      // row reductions and the winners of argmax
 };
 
@@ -50,19 +50,25 @@ struct Block {
 
 // Publishes what all threads of the block have staged.
 template <class Wire, class B>
-MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<u16> staged) {
+MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged) {
   if (lost_signal(site)) return;
   publish_share<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, B::kThreads, [&] { block.sync(); });
 }
 
 // Keeps this block's share of a value beside publishing it: a later op of the same share adds to it without asking anybody.
 template <class B>
-MK_DEV void keep(const B& block, const ExchangeShape& e, smem_ptr<u16> staged, smem_ptr<u16> kept) {
+MK_DEV void keep(const B& block, const ExchangeShape& e, smem_ptr<char> staged, smem_ptr<char> kept) {
   const u32 groups = u32(e.groups), offset = u32(e.share_offset);
   const u32 owned = share_begin(groups, block.cx.blocks, offset, block.cx.block + 1) - share_begin(groups, block.cx.blocks, offset, block.cx.block);
 #pragma unroll 1
-  for (u32 i = block.thread; i < owned * u32(e.group_features) * B::kTokens; i += B::kThreads)
-    ptx::st_shared<u16>(kept + i, ptx::ld_shared<u16>(staged + i));
+  for (u32 i = block.thread; i < owned * B::kTokens; i += B::kThreads)
+    ptx::st_shared<u32x4>(kept.template at<u32x4>(i * 16), ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16)));
+}
+
+// Byte offset of an element in staged or kept units: the group counts from the block's first.
+template <u32 kTokens>
+MK_DEV u32 unit_offset(u32 group, u32 token, u32 element) {
+  return (group * kTokens + token) * 16 + element * 2;
 }
 
 }  // namespace mk

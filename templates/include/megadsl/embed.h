@@ -8,15 +8,14 @@ struct EmbedShape {
   i32 table;     // 16-byte units from the start of the weight arena
   i32 features;
   i32 groups;
-  i32 group_features;
   i32 share_offset;
 };
 
 // Tokens past the launch's count become zeros. Ends behind a barrier, ready for publish_share().
 template <class B>
-MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, smem_ptr<u16> staged) {
-  const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block) * u32(s.group_features);
-  const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1) * u32(s.group_features);
+MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, smem_ptr<char> staged) {
+  const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block) * kGroupRows;
+  const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1) * kGroupRows;
   const u16* table = reinterpret_cast<const u16*>(block.buffers.weights + size_t(u32(s.table)) * 16);
 #pragma unroll 1
   for (u32 i = block.thread; i < (end - begin) * B::kTokens; i += B::kThreads) {
@@ -24,7 +23,7 @@ MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, sme
     u16 bits = 0;
     if (token < step.tokens && feature < u32(s.features))
       bits = ptx::ld_global_nc<u16>(table + size_t(ptx::ld_global<u32>(block.cx.control->token_ids + token)) * u32(s.features) + feature);
-    ptx::st_shared<u16>(staged + (local * B::kTokens + token), bits);
+    ptx::st_shared<u16>(staged.template at<u16>(unit_offset<B::kTokens>(local / 8, token, local % 8)), bits);
   }
   block.sync();
 }

@@ -1,13 +1,15 @@
 // Exchanges: how blocks hand activations to each other through L2.
 //
-// A value's features are shared out in groups. Each block writes what it owns as a fixed number of 16-byte vectors
-// (`vectors`, the same for every block, so that an idle block takes part too: that is what makes slot reuse provable).
-// Inside a block the order is [feature][token]. Slots rotate with the value's own sequence number.
+// A value's features are shared out in groups of 8. A *unit* is one group of one token: 16 bytes of bf16, the piece that
+// publishing, gathering and the mma operands have in common. Each block writes what it owns as a fixed number of 16-byte
+// vectors (the same for every block, so that an idle block takes part too: that is what makes slot reuse provable): first
+// one vector per unit, in [group][token] order. Slots rotate with the value's own sequence number.
 //
 // A wire format says how vectors travel:
-//   Tagged    7 bf16 and the low 16 bits of the sequence number; a vector is its own flag, nothing is ever reset.
-//   Sentinel  8 bf16; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
-//   Flag      8 bf16, plain; one release store per block, acquired by each reader before it loads.
+//   Tagged    the tag (low 16 bits of the sequence number) takes the place of a unit's last element; the last elements of
+//             seven units follow in an extra vector. A vector is its own flag, nothing is ever reset.
+//   Sentinel  whole units; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
+//   Flag      whole units, plain; one release store per block, acquired by each reader before it loads.
 // The first two need no fence: a fence waits for every bulk load the SM has in flight.
 #pragma once
 #include "megadsl/layout.h"
@@ -20,10 +22,10 @@ struct ExchangeShape {
   i32 offset;       // first vector of slot 0
   i32 slot_stride;  // vectors per slot
   i32 slots;        // a power of two
-  i32 vectors;      // per block (or per unit)
+  i32 vectors;      // per block (or per attention unit)
   i32 vectors_inverse;  // Divisor::inverse of it
-  i32 groups;       // feature groups that are shared out over the blocks
-  i32 group_features;  // 8, or 4 where an epilogue folds two rows into one feature
+  i32 units;        // most units a block owns: its first vectors
+  i32 groups;       // feature groups of 8 that are shared out over the blocks
   i32 share_offset;
   i32 flags;        // first flag word's 16-byte unit (Flag only)
 };
@@ -45,17 +47,13 @@ constexpr u32 kFlagStride = 16;      // words between two blocks' flags
 constexpr u32 kEmptyWord = ~0u;      // Sentinel's "not yet"
 constexpr u32 kCanonicalNan = 0x7fffu;
 
+constexpr u32 kLastsPerVector = 7;  // last elements of units in one extra vector
+
 struct Tagged {
-  static constexpr u32 kValues = 7;
+  static constexpr bool kWholeUnits = false;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = false;
-  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32 sequence) {
-    return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | sequence << 16};
-  }
-  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) {
-    v[0] = u16(x.x), v[1] = u16(x.x >> 16), v[2] = u16(x.y), v[3] = u16(x.y >> 16);
-    v[4] = u16(x.z), v[5] = u16(x.z >> 16), v[6] = u16(x.w);
-  }
+  MK_DEV static u32x4 pack(u32x4 unit, u32 sequence) { return {unit.x, unit.y, unit.z, (unit.w & 0xffffu) | sequence << 16}; }
   MK_DEV static u32 tag(u32x4 x) { return x.w >> 16; }
   MK_DEV static bool ready(u32x4 x, u32 sequence) { return tag(x) == (sequence & 0xffffu); }
 
@@ -74,18 +72,14 @@ struct Tagged {
 };
 
 struct Sentinel {
-  static constexpr u32 kValues = 8;
+  static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
-  MK_DEV static u32 safe(u16 v) { return v == 0xffffu ? kCanonicalNan : v; }
-  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32) {
-    return {safe(v[0]) | safe(v[1]) << 16, safe(v[2]) | safe(v[3]) << 16, safe(v[4]) | safe(v[5]) << 16, safe(v[6]) | safe(v[7]) << 16};
+  MK_DEV static u32 safe(u32 pair) {
+    const u32 lo = pair & 0xffffu, hi = pair >> 16;
+    return (lo == 0xffffu ? kCanonicalNan : lo) | (hi == 0xffffu ? kCanonicalNan : hi) << 16;
   }
-  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) {
-    const u32 w[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) v[2 * i] = u16(w[i]), v[2 * i + 1] = u16(w[i] >> 16);
-  }
+  MK_DEV static u32x4 pack(u32x4 unit, u32) { return {safe(unit.x), safe(unit.y), safe(unit.z), safe(unit.w)}; }
   // Bits are compared, never floats: a flushed subnormal would look like another value.
   MK_DEV static bool ready(u32x4 x, u32) { return x.x != kEmptyWord && x.y != kEmptyWord && x.z != kEmptyWord && x.w != kEmptyWord; }
   MK_DEV static u32 tag(u32x4 x) { return x.w; }
@@ -98,13 +92,10 @@ struct Sentinel {
 };
 
 struct Flag {
-  static constexpr u32 kValues = 8;
+  static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = true;
-  MK_DEV static u32x4 pack(const u16 (&v)[kValues], u32) {
-    return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | u32(v[7]) << 16};
-  }
-  MK_DEV static void unpack(u32x4 x, u16 (&v)[kValues]) { Sentinel::unpack(x, v); }
+  MK_DEV static u32x4 pack(u32x4 unit, u32) { return unit; }
   MK_DEV static bool ready(u32x4, u32) { return true; }
   MK_DEV static u32 tag(u32x4) { return 0; }
   MK_DEV static u32x4 pack_f32(const float (&v)[4], u32) {
@@ -170,27 +161,43 @@ struct Vectors {
 
 MK_DEV Vectors vectors_of(const Context& cx, const ExchangeShape& e, Features f) {
   if (f.begin >= f.end) return {0, 0};
-  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset), vectors = u32(e.vectors);
-  const u32 from = share_owner(groups, cx.blocks, offset, f.begin / width), to = share_owner(groups, cx.blocks, offset, (f.end - 1) / width) + 1;
+  const u32 groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors);
+  const u32 from = share_owner(groups, cx.blocks, offset, f.begin / kGroupRows);
+  const u32 to = share_owner(groups, cx.blocks, offset, (f.end - 1) / kGroupRows) + 1;
   return {from * vectors, (to - from) * vectors};
 }
 
-// Takes a vector of a bf16 value apart: `sink(feature, token, bits)` for each element that exists.
-template <class Wire, u32 kTokens, class Sink>
-MK_DEV void unpack_vector(const Context& cx, const ExchangeShape& e, u32 index, u32x4 v, Sink sink) {
+// Takes a vector of a bf16 value apart: `unit(feature, token, bits)` for a unit (without its last element unless the wire
+// carries whole units), `last(feature, token, bits)` for the last element of the unit that begins at `feature`.
+template <class Wire, u32 kTokens, class Unit, class Last>
+MK_DEV void unpack_vector(const Context& cx, const ExchangeShape& e, u32 index, u32x4 v, Unit unit, Last last) {
   const Divisor vectors{u32(e.vectors), u32(e.vectors_inverse)};
-  const u32 groups = u32(e.groups), width = u32(e.group_features), offset = u32(e.share_offset);
-  const u32 block = vectors.divide(index), first_value = (index - block * vectors.value) * Wire::kValues;
-  const u32 feature0 = share_begin(groups, cx.blocks, offset, block) * width;
-  const u32 owned = share_begin(groups, cx.blocks, offset, block + 1) * width - feature0;
-  u16 bits[Wire::kValues];
-  Wire::unpack(v, bits);
-#pragma unroll
-  for (u32 j = 0; j < Wire::kValues; ++j) {
-    const u32 local = (first_value + j) / kTokens, token = (first_value + j) % kTokens;
-    if (local < owned) sink(feature0 + local, token, bits[j]);
+  const u32 groups = u32(e.groups), offset = u32(e.share_offset);
+  const u32 block = vectors.divide(index), i = index - block * vectors.value;
+  const u32 group0 = share_begin(groups, cx.blocks, offset, block);
+  const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - group0) * kTokens;
+  if (i < u32(e.units)) {
+    if (i < owned) unit((group0 + i / kTokens) * kGroupRows, i % kTokens, v);
+    return;
   }
+  const u32 first = (i - u32(e.units)) * kLastsPerVector, words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (u32 j = 0; j < kLastsPerVector; ++j)
+    if (first + j < owned) last((group0 + (first + j) / kTokens) * kGroupRows, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
 }
+
+// Stores a unit where its eight elements lie side by side, and its last element alone.
+template <class Wire>
+MK_DEV void store_unit(smem_ptr<char> at, u32x4 x) {
+  if (Wire::kWholeUnits) {
+    ptx::st_shared<u32x4>(at.template at<u32x4>(0), x);
+    return;
+  }
+  ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.y});
+  ptx::st_shared<u32>(at.template at<u32>(8), x.z);
+  ptx::st_shared<u16>(at.template at<u16>(12), u16(x.w));
+}
+MK_DEV void store_last(smem_ptr<char> at, u16 bits) { ptx::st_shared<u16>(at.template at<u16>(14), bits); }
 
 template <class Wire>
 MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
@@ -198,40 +205,52 @@ MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
   return Wire::ready(v, round.sequence);
 }
 
-// Gathers the given features of a bf16 value, all tokens: `sink(feature, token, bits)` once for each. kWhole: they are the
-// whole value, and blocks that own nothing of it are waited for as well.
-template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Sink>
-MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, Features f, u32 thread, u32 threads,
-                            Sink sink) {
+// Gathers the given features of a bf16 value, all tokens, with unpack_vector's callbacks; the range begins at a multiple of
+// 8, and a unit that begins in it is handed on whole. kWhole: they are the whole value, and blocks that own nothing of it are
+// waited for as well.
+template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Unit, class Last>
+MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, u32 sequence, const Buffers& buffers, Features f, u32 thread,
+                            u32 threads, Unit unit, Last last) {
+  const Round round = exchange_round(buffers, e, sequence);
   const Vectors from = kWhole ? Vectors{0, cx.blocks.value * u32(e.vectors)} : vectors_of(cx, e, f);
   poll_vectors<Wire, kInFlight>(
       cx, site, round, from.count, u32(e.vectors), thread, threads, [&](u32 i) { return from.first + i; },
       [&](u32x4 v, u32& observed) { return arrived<Wire>(round, v, observed); },
       [&](u32 index, u32x4 v) {
-        unpack_vector<Wire, kTokens>(cx, e, index, v, [&](u32 feature, u32 token, u16 bits) {
-          if (f.holds(feature)) sink(feature, token, bits);
-        });
+        unpack_vector<Wire, kTokens>(
+            cx, e, index, v,
+            [&](u32 feature, u32 token, u32x4 x) {
+              if (f.holds(feature)) unit(feature, token, x);
+            },
+            [&](u32 feature, u32 token, u16 bits) {
+              if (f.holds(feature)) last(feature, token, bits);
+            });
       });
 }
 
-// Publishes this block's share of a value, staged as bf16 in [feature][token] order. All consumer threads call it, behind a
-// consumer barrier after the last staged write; `barrier()` is that barrier again (Flag needs one before its flag).
+// Publishes this block's share of a value, staged as units. All consumer threads call it, behind a consumer barrier after
+// the last staged write; `barrier()` is that barrier again (Flag needs one before its flag).
 template <class Wire, u32 kTokens, class Barrier>
-MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<u16> staged,
+MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged,
                           u32 thread, u32 threads, Barrier barrier) {
   const Round round = exchange_round(buffers, e, sequence);
   const u32 groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors), first = cx.block * vectors;
-  const u32 owned = share_begin(groups, cx.blocks, offset, cx.block + 1) - share_begin(groups, cx.blocks, offset, cx.block);
-  const u32 count = owned * u32(e.group_features) * kTokens;
+  const u32 owned = (share_begin(groups, cx.blocks, offset, cx.block + 1) - share_begin(groups, cx.blocks, offset, cx.block)) * kTokens;
 #pragma unroll 1
   for (u32 i = thread; i < vectors; i += threads) {
-    u16 bits[Wire::kValues];
+    u32x4 x = {0, 0, 0, 0};
+    if (i < owned) {
+      x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
+    } else if (i >= u32(e.units)) {
+      u32 bits[kLastsPerVector];
 #pragma unroll
-    for (u32 j = 0; j < Wire::kValues; ++j) {
-      const u32 at = i * Wire::kValues + j;
-      bits[j] = at < count ? ptx::ld_shared<u16>(staged + at) : u16(0);
+      for (u32 j = 0; j < kLastsPerVector; ++j) {
+        const u32 unit = (i - u32(e.units)) * kLastsPerVector + j;
+        bits[j] = unit < owned ? ptx::ld_shared<u16>(staged.template at<u16>(unit * 16 + 14)) : 0u;
+      }
+      x = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6]};
     }
-    ptx::st_relaxed(round.vectors + first + i, Wire::pack(bits, sequence));
+    ptx::st_relaxed(round.vectors + first + i, Wire::pack(x, sequence));
     if (Wire::kResets) {
       const Round ahead = exchange_round(buffers, e, sequence + u32(e.slots) / 2);
       ptx::st_relaxed(ahead.vectors + first + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});

@@ -17,6 +17,7 @@ struct LinearShape {
   i32 weights;       // first tile, layer 0
   i32 layer_stride;
   i32 groups;        // row groups of 8 packed rows
+  i32 fold;          // row groups that make one feature group of 8: 2 where an epilogue folds two rows into one feature
   i32 share_offset;
   i32 rows;          // packed rows that mean something; the rest are zeros
   i32 columns;       // input features
@@ -31,9 +32,9 @@ struct RowGroups {
   u32 begin, end;
 };
 
-MK_DEV RowGroups own_groups(const Context& cx, i32 groups, i32 share_offset) {
-  return {share_begin(u32(groups), cx.blocks, u32(share_offset), cx.block),
-          share_begin(u32(groups), cx.blocks, u32(share_offset), cx.block + 1)};
+MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
+  const u32 shares = u32(s.groups) / u32(s.fold), offset = u32(s.share_offset), fold = u32(s.fold);
+  return {share_begin(shares, cx.blocks, offset, cx.block) * fold, share_begin(shares, cx.blocks, offset, cx.block + 1) * fold};
 }
 
 // Visits (batch, chunk): the loop nest that the loader and the consumers share. A block without rows still visits once,
@@ -193,7 +194,7 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
 // its own where a buffer is reused); `epilogue` as in finish_batch. Ends with a barrier behind the last epilogue.
 template <u32 kBatch, class G, class B, class R, class Gather, class Epilogue>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
-  const RowGroups own = own_groups(block.cx, s.groups, s.share_offset);
+  const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
   constexpr u32 kBatchFloats = kBatch * B::kWarps * B::kTokens * kGroupRows;

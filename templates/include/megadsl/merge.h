@@ -60,7 +60,7 @@ MK_DEV void poll_part(const Context& cx, u32 site, const ExchangeShape& parts, c
 // the bf16 results. Ends behind a barrier, ready for publish().
 template <class Wire, class T, class B>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
-                      smem_ptr<u16> staged) {
+                      smem_ptr<char> staged) {
   constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
   const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block);
   const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1);
@@ -81,9 +81,10 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     if (item >= items || i % lanes != 0) continue;
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
     const float scale = state.sum > 0.0f ? 1.0f / state.sum : 0.0f;
+    u32 words[4];
 #pragma unroll
-    for (u32 j = 0; j < 8; ++j)
-      ptx::st_shared<u16>(staged + ((item / kTokens * 8 + j) * kTokens + token), ptx::to_bf16(state.out[j] * scale));
+    for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
+    ptx::st_shared<u32x4>(staged.template at<u32x4>(item * 16), u32x4{words[0], words[1], words[2], words[3]});
   }
   block.sync();
 }

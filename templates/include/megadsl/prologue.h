@@ -30,30 +30,40 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
                           u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
 }
 
-// Gathers all features of a value into an activation buffer, columns past the value's features as zeros.
+// Gathers features of a value into an activation buffer, columns past them as zeros.
 template <class Wire, u32 kInFlight, bool kWhole, class B>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
                          smem_ptr<char> into) {
-  constexpr u32 kTokens = B::kTokens;
-  const u32 pad = columns - features;
+  constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
+  const u32 filled = ceil_div(features, kGroupRows) * kGroupRows, pad = columns - filled;
 #pragma unroll 1
   for (u32 i = block.thread; i < pad * kTokens; i += B::kThreads)
-    ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(features + i / kTokens, i % kTokens)), u16(0));
+    ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
   gather_features<Wire, kTokens, kInFlight, kWhole>(
-      block.cx, site, e, exchange_round(block.buffers, e, sequence), {begin, begin + features}, block.thread, B::kThreads,
+      block.cx, site, e, sequence, block.buffers, {begin, begin + features}, block.thread, B::kThreads,
+      [&](u32 feature, u32 token, u32x4 x) {
+        const smem_ptr<char> at = into.template at<char>(activation_offset<kTokens>(feature - begin, token));
+        ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.z});
+        if (Wire::kWholeUnits) {
+          ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{x.y, x.w});
+        } else {
+          ptx::st_shared<u32>(at.template at<u32>(kRange), x.y);
+          ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
+        }
+      },
       [&](u32 feature, u32 token, u16 bits) {
-        ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token)), bits);
+        ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token) + kRange + 6), bits);
       });
 }
 
-// Gathers the rows of another value that this block's own results are combined with (a residual).
+// Gathers the rows of another value that this block's own results are combined with (a residual), as units.
 template <class Wire, class B>
-MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 value_begin, u32 begin, u32 end,
-                        smem_ptr<u16> into) {
-  const u32 first = value_begin + begin;
-  gather_features<Wire, B::kTokens, 1, false>(
-      block.cx, site, e, exchange_round(block.buffers, e, sequence), {first, value_begin + end}, block.thread, B::kThreads,
-      [&](u32 feature, u32 token, u16 bits) { ptx::st_shared<u16>(into + ((feature - first) * B::kTokens + token), bits); });
+MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 first, u32 end, smem_ptr<char> into) {
+  constexpr u32 kTokens = B::kTokens;
+  gather_features<Wire, kTokens, 1, false>(
+      block.cx, site, e, sequence, block.buffers, {first, end}, block.thread, B::kThreads,
+      [&](u32 feature, u32 token, u32x4 x) { store_unit<Wire>(into.template at<char>(unit_offset<kTokens>((feature - first) / 8, token, 0)), x); },
+      [&](u32 feature, u32 token, u16 bits) { store_last(into.template at<char>(unit_offset<kTokens>((feature - first) / 8, token, 0)), bits); });
 }
 
 // How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.

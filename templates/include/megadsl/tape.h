@@ -77,7 +77,7 @@ struct Tape {
   template <u32 kBatch>
   MK_DEV void matrix(u32 site, const LinearShape& s, u64 policy) {
     const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), chunk_pieces = u32(s.chunk_pieces);
-    const RowGroups own = own_groups(cx, s.groups, s.share_offset);
+    const RowGroups own = own_groups(cx, s);
     const auto run = [&](u32 tile, u32 tiles) {
       add({Play::kWeights, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), tiles * tile_bytes, tile_bytes, tile, 1,
            policy, 0, 0, 0, 0});
@@ -102,7 +102,7 @@ struct Tape {
 
   // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring.
   MK_DEV void prefetch(const LinearShape& s) {
-    const RowGroups own = own_groups(cx, s.groups, s.share_offset);
+    const RowGroups own = own_groups(cx, s);
     const u32 group_bytes = u32(s.tile_columns) * u32(s.pieces) * kGroupRows * 2;
     const u32 bytes = min_u32(u32(s.l2_bytes), (own.end - own.begin) * group_bytes);
     add({Play::kPrefetch, 0, u32(s.weights) + own.begin * (group_bytes / 16), u32(s.layer_stride), bytes, R::kStageBytes, 0, 1, 0, 0, 0, 0, 0});
