@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
-from megadsl.ir.graph import Attention, Embed, Graph, Linear
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.tiling import GROUP_ROWS
@@ -23,7 +23,7 @@ ROPE_DIMS = declare(
     "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops"
 )
 UNALIGNED = declare(
-    "MK177",
+    "MK179",
     "{op!r} reads {value!r} from feature {begin} on, which is no multiple of 8",
     "give every weight of that linear a multiple of 8 rows, or compute the parts in linears of their own",
 )
@@ -37,22 +37,26 @@ def check_graph(graph: Graph) -> None:
     """Every finding at once."""
     with collecting() as found:
         for op in graph.ops:
-            if isinstance(op, Linear):
-                _check_linear(op, found)
-            elif isinstance(op, Attention):
-                if len({op.q.value, op.k.value, op.v.value}) > 1:
-                    found.add(SPREAD, op.span, op=op.name)
-                if op.loop is None:
-                    found.add(OUTER, op.span, op=op.name)
-            for ref in reads(op):
-                if ref.begin % GROUP_ROWS:
-                    found.add(UNALIGNED, op.span, op=op.name, value=ref.value, begin=ref.begin)
+            _check_op(op, found)
         for value in graph.values:
             if value.initial is not None and not isinstance(graph.op(value.initial), Embed):
                 found.add(CARRIED, value.span, value=value.name, op=value.initial)
         kinds = {op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None}
         if len(kinds) > 1:
             found.add(ROPE_DIMS, graph.span, count=len(kinds))
+
+
+def _check_op(op: Op, found: Collector) -> None:
+    if isinstance(op, Linear):
+        _check_linear(op, found)
+    elif isinstance(op, Attention):
+        if len({op.q.value, op.k.value, op.v.value}) > 1:
+            found.add(SPREAD, op.span, op=op.name)
+        if op.loop is None:
+            found.add(OUTER, op.span, op=op.name)
+    for ref in reads(op):
+        if ref.begin % GROUP_ROWS:
+            found.add(UNALIGNED, op.span, op=op.name, value=ref.value, begin=ref.begin)
 
 
 def _check_linear(op: Linear, found: Collector) -> None:
