@@ -23,7 +23,7 @@ ROPE_DIMS = declare(
     "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops"
 )
 UNALIGNED = declare(
-    "MK179",
+    "MK159",
     "{op!r} reads {value!r} from feature {begin} on, which is no multiple of 8",
     "give every weight of that linear a multiple of 8 rows, or compute the parts in linears of their own",
 )
