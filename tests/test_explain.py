@@ -13,6 +13,7 @@ from megadsl.ir.plan import Exchange
 from megadsl.lower.explain import EDGE_COLUMNS, OP_COLUMNS, Table, rows
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.schedule import share_begin, share_owner
+from megadsl.lower.tiling import GROUP_ROWS
 
 
 @cache
@@ -97,7 +98,7 @@ def polled_by(block: int, e: Exchange, plan: Compiled) -> Iterator[int]:
         wanted = [(op.q, heads * op.head_dim), (op.k, op.head_dim), (op.v, op.head_dim)][: 3 if fresh else 1]
         for ref, width in wanted:
             first, last = ref.begin + head * width, ref.begin + (head + 1) * width - 1
-            owners = [share_owner(e.groups, blocks, e.share_offset, f // e.group_features) for f in range(first, last + 1)]
+            owners = [share_owner(e.groups, blocks, e.share_offset, f // GROUP_ROWS) for f in range(first, last + 1)]
             yield (owners[-1] - owners[0] + 1) * e.vectors  # blocks between them that own nothing are polled too
 
 

@@ -12,7 +12,7 @@ from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Flag, Schedule, Sentinel, Sync, Tagged
-from megadsl.lower.exchanges import FLAG_BYTES, plan_exchanges, values_per_vector
+from megadsl.lower.exchanges import FLAG_BYTES, plan_exchanges, vectors_for
 from megadsl.lower.packing import ALIGN, OFFSET_UNIT, plan_packing
 from megadsl.lower.schedule import default_schedule, largest_share
 from megadsl.lower.tiling import GROUP_ROWS, MAX_TILE_COLUMNS, PANEL, tiling
@@ -56,10 +56,9 @@ def test_every_value_has_room_for_the_largest_share(sync: Sync, tokens: int) -> 
     assert by_name.keys() == {*(v.name for v in graph.values), "attention.parts", "lm_head.best"}
     for value in graph.values:
         e = by_name[value.name]
-        assert e.groups * e.group_features >= value.features > (e.groups - 1) * e.group_features
-        owned = largest_share(e.groups, e.owners, e.share_offset) * e.group_features * tokens
-        per_vector = values_per_vector(sync)
-        assert (e.vectors - 1) * per_vector < owned <= e.vectors * per_vector
+        assert e.groups * GROUP_ROWS >= value.features > (e.groups - 1) * GROUP_ROWS
+        assert e.units == largest_share(e.groups, e.owners, e.share_offset) * tokens
+        assert e.vectors == vectors_for(sync, e.units)
         assert e.owners == 5 and e.slots == sync.slots and e.wire == type(sync).__name__
     for before, after in pairwise(exchanges):
         assert arena_end(before) <= after.offset
@@ -67,8 +66,10 @@ def test_every_value_has_room_for_the_largest_share(sync: Sync, tokens: int) -> 
     assert all(e.offset % 128 == 0 and e.flags_offset % OFFSET_UNIT == 0 for e in exchanges)
 
 
-def test_how_many_values_a_vector_carries() -> None:
-    assert [values_per_vector(s) for s in (Tagged(), Sentinel(), Flag())] == [7, 8, 8]
+@pytest.mark.parametrize(("units", "tagged"), [(1, 2), (7, 8), (8, 10), (14, 16), (15, 18)])
+def test_tags_push_out_the_last_elements(units: int, tagged: int) -> None:
+    """A tagged unit of 8 bf16 carries seven and its tag; the eighths of seven units make one more vector."""
+    assert [vectors_for(s, units) for s in (Tagged(), Sentinel(), Flag())] == [tagged, units, units]
 
 
 def test_only_sentinels_are_filled() -> None:
@@ -92,9 +93,11 @@ def test_parts_of_an_attention() -> None:
 
 
 def test_a_folded_pair_of_rows_is_one_feature() -> None:
+    """Gate and up rows alternate: two row groups of 8 make one group of 8 features, and a block owns both or neither."""
     state = model("llama-tiny", blocks=4)
-    assert state.plan.exchange("gate_up_proj").group_features == GROUP_ROWS // 2
-    assert state.plan.exchange("gate_up_proj").groups == 2 * 192 // GROUP_ROWS
+    (op,) = [op for op in linears(state.graph) if op.name == "gate_up_proj"]
+    assert tiling(op).fold == 2 and tiling(op).groups == 2 * 192 // GROUP_ROWS
+    assert state.plan.exchange("gate_up_proj").groups == tiling(op).shares == 192 // GROUP_ROWS
 
 
 def test_a_loop_carried_value_is_shared_as_the_loop_does_it() -> None:

@@ -56,6 +56,18 @@ def test_queries_keys_and_values_of_different_linears() -> None:
     check(refused(kernel, "MK173"), kernel, "# here", "come from different linears", "one linear of several weights")
 
 
+def test_a_part_that_begins_inside_a_group_of_features() -> None:
+    @mk.kernel
+    def kernel(cfg: Any) -> mk.Tensor:
+        a, b = mk.linear(start(), mk.weight("a", (HIDDEN + 4, HIDDEN)), mk.weight("b", (HIDDEN, HIDDEN)))
+        y = mk.linear(b, square("w"))  # here
+        z = mk.linear(a, mk.weight("v", (HIDDEN, HIDDEN + 4)))
+        return head(y + z)
+
+    found = refused(kernel, "MK159")
+    check(found, kernel, "# here", f"from feature {HIDDEN + 4} on, which is no multiple of 8", "a multiple of 8 rows")
+
+
 def test_two_kinds_of_rotary_heads() -> None:
     @mk.kernel
     def kernel(cfg: Any) -> mk.Tensor:

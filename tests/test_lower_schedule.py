@@ -54,8 +54,8 @@ def loads(graph: Graph, schedule: Schedule) -> list[list[int]]:
     found = []
     for op in linears(graph):
         tiles, offset = tiling(op), schedule.op(op.name).share_offset
-        begins = [share_begin(tiles.groups, blocks, offset, i) for i in range(blocks + 1)]
-        total = [have + (end - begin) * tiles.group_bytes for have, (begin, end) in zip(total, pairwise(begins), strict=True)]
+        begins = [share_begin(tiles.shares, blocks, offset, i) for i in range(blocks + 1)]
+        total = [have + (end - begin) * tiles.share_bytes for have, (begin, end) in zip(total, pairwise(begins), strict=True)]
         found.append(list(total))
     return found
 
@@ -63,13 +63,13 @@ def loads(graph: Graph, schedule: Schedule) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "smollm2-135m"])
 @pytest.mark.parametrize("blocks", [132, 128, 7, 2])
 def test_balance_keeps_blocks_level_at_every_meeting(name: str, blocks: int) -> None:
-    """After each linear, the busiest block is ahead of the mean by about one row group, and no busier than without rotation."""
+    """After each linear, the busiest block is ahead of the mean by about one share, and no busier than without rotation."""
     graph = model_graph(name)
     plain = default(graph, blocks)
-    group = 0
+    share = 0
     for op, total, unrotated in zip(linears(graph), loads(graph, balance(graph, plain)), loads(graph, plain), strict=True):
-        group = max(group, tiling(op).group_bytes)
-        assert max(total) - sum(total) / blocks <= 1.1 * group, op.name
+        share = max(share, tiling(op).share_bytes)
+        assert max(total) - sum(total) / blocks <= 1.5 * share, op.name
         assert max(total) <= max(unrotated), op.name
 
 

@@ -95,8 +95,8 @@ def test_exchanges(value: str) -> None:
         "slots": e.slots,
         "vectors": e.vectors,
         "vectors_inverse": divisor_inverse(e.vectors),
+        "units": e.units,
         "groups": e.groups,
-        "group_features": e.group_features,
         "share_offset": e.share_offset,
         "flags": e.flags_offset // UNIT,
     }
@@ -112,6 +112,7 @@ def test_linears(name: str) -> None:
         "weights": record.offset // UNIT,
         "layer_stride": record.layer_stride // UNIT,
         "groups": tiles.groups,
+        "fold": 2 if name == "gate_up_proj" else 1,
         "share_offset": how.share_offset,
         "rows": op.rows,
         "columns": op.columns,
@@ -157,7 +158,6 @@ def test_embedding() -> None:
         "table": s.packed.find("embed_tokens").offset // UNIT,
         "features": 80,
         "groups": e.groups,
-        "group_features": e.group_features,
         "share_offset": e.share_offset,
     }
 

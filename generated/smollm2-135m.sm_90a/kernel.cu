@@ -16,6 +16,11 @@ constexpr u32 kBatch = 4;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
 using LoaderRing = mk::Ring<13, 16384>;  // weights
+using QkvProjTiles = mk::Tiles<18, 1>;
+using OProjTiles = mk::Tiles<18, 1>;
+using GateUpProjTiles = mk::Tiles<18, 1>;
+using DownProjTiles = mk::Tiles<24, 2>;
+using LmHeadTiles = mk::Tiles<18, 1>;
 using AttentionTiling = mk::AttentionTiling<64, Block>;
 
 }  // namespace
@@ -87,8 +92,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
   const Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
-  const smem_ptr<mk::u16> staged = block.at<mk::u16>(s.smem.staged);
-  const smem_ptr<char> activations = block.at<char>(s.smem.activations);
+  const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
   const u32 layers = u32(s.step.layers), epoch = step.epoch;
   const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
   mk::load_angles<64>(block, step, angles, u32(s.step.angle_rows));
@@ -98,7 +102,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   {
     mk::run_embed(block, s.embed_tokens, step, staged);
     mk::publish<mk::Tagged>(block, 6, s.x_exchange, epoch * (layers + 1), staged);
-    mk::keep(block, s.x_exchange, staged, block.at<mk::u16>(s.x_kept));
+    mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
     if (block.warp() == 0) mk::stamp(cx, buffers, 0, u32(s.step.stamps), layers);
   }
 
@@ -107,26 +111,26 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // qkv_proj: 960 x 576  [llama.py:20]
     {
-      const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj.groups, s.qkv_proj.share_offset);
-      mk::run_matrix<kBatch>(
+      const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+      mk::run_matrix<kBatch, QkvProjTiles>(
           block, read_loader, 9, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations);  // x
             const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
             block.sync();
             // r0 = mean(x * x)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
               float x_[8];
-              mk::load8(activations, at, x_);
+              mk::load8<kTokens>(activations, column, token, x_);
               for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
             });
             block.sync();
             // x * rsqrt(mean(x * x) + 1e-05) * input_layernorm
-            mk::apply_rows(block, u32(s.qkv_proj.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+            mk::apply_rows(block, u32(s.qkv_proj.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
               float x_[8], input_layernorm_[8];
-              mk::load8(activations, at, x_);
-              mk::load8(vector_input_layernorm, column * 2, input_layernorm_);
+              mk::load8<kTokens>(activations, column, token, x_);
+              mk::load8(vector_input_layernorm, column, input_layernorm_);
               const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.qkv_proj.columns);
               for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * input_layernorm_[j];
             });
@@ -136,9 +140,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             const u32 row = group * mk::kGroupRows + 2 * pair;
             if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
-            const u32 at = (row - own.begin * mk::kGroupRows) * kTokens + token;
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(even));
-            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(odd));
+            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
+            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(even, odd));
           });
       mk::publish<mk::Tagged>(block, 10, s.qkv_proj_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 2, u32(s.step.stamps), layers);
@@ -146,7 +149,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
     {
-      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, 1>(
+      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
       if (block.warp() == 0) mk::stamp(cx, buffers, 3, u32(s.step.stamps), layers);
@@ -161,50 +164,49 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // o_proj: 576 x 576  [llama.py:29]
     {
-      const mk::RowGroups own = mk::own_groups(cx, s.o_proj.groups, s.o_proj.share_offset);
-      const smem_ptr<mk::u16> kept0 = block.at<mk::u16>(s.x_kept);  // x, from this block's own results
-      mk::run_matrix<kBatch>(
+      const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
+      const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
+      mk::run_matrix<kBatch, OProjTiles>(
           block, read_loader, 16, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 15, s.attention_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 5, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // x + o_proj
-            const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
-            const float value0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + at));
-            const float value0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + (at + kTokens)));
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(value0_even + even));
-            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(value0_odd + odd));
+            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
+            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(at));
+            const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           });
       mk::publish<mk::Tagged>(block, 17, s.o_proj_exchange, epoch * layers + layer, staged);
-      mk::keep(block, s.o_proj_exchange, staged, block.at<mk::u16>(s.o_proj_kept));
+      mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
       if (block.warp() == 0) mk::stamp(cx, buffers, 6, u32(s.step.stamps), layers);
     }
 
     // gate_up_proj: 3072 x 576  [llama.py:31]
     {
-      const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj.groups, s.gate_up_proj.share_offset);
-      mk::run_matrix<kBatch>(
+      const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+      mk::run_matrix<kBatch, GateUpProjTiles>(
           block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 18, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 18, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations);  // o_proj
             const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
             block.sync();
             // r0 = mean(o_proj * o_proj)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
               float o_proj_[8];
-              mk::load8(activations, at, o_proj_);
+              mk::load8<kTokens>(activations, column, token, o_proj_);
               for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * o_proj_[j];
             });
             block.sync();
             // o_proj * rsqrt(mean(o_proj * o_proj) + 1e-05) * post_attention_layernorm
-            mk::apply_rows(block, u32(s.gate_up_proj.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+            mk::apply_rows(block, u32(s.gate_up_proj.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
               float o_proj_[8], post_attention_layernorm_[8];
-              mk::load8(activations, at, o_proj_);
-              mk::load8(vector_post_attention_layernorm, column * 2, post_attention_layernorm_);
+              mk::load8<kTokens>(activations, column, token, o_proj_);
+              mk::load8(vector_post_attention_layernorm, column, post_attention_layernorm_);
               const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.gate_up_proj.columns);
               for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * mk::math::rsqrt(r0 + 1e-05f) * post_attention_layernorm_[j];
             });
@@ -213,8 +215,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
-            const u32 at = ((group - own.begin) * (mk::kGroupRows / 2) + pair) * kTokens + token;
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(mk::math::silu(even) * odd));
+            const u32 at = mk::unit_offset<kTokens>((group - own.begin) / 2, token, group % 2 * 4 + pair);
+            mk::ptx::st_shared<mk::u16>(staged.at<mk::u16>(at), mk::ptx::to_bf16(mk::math::silu(even) * odd));
           });
       mk::publish<mk::Tagged>(block, 21, s.gate_up_proj_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 8, u32(s.step.stamps), layers);
@@ -222,25 +224,24 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // down_proj: 576 x 1536  [llama.py:32]
     {
-      const mk::RowGroups own = mk::own_groups(cx, s.down_proj.groups, s.down_proj.share_offset);
-      const smem_ptr<mk::u16> kept0 = block.at<mk::u16>(s.o_proj_kept);  // o_proj, from this block's own results
-      mk::run_matrix<kBatch>(
+      const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
+      const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
+      mk::run_matrix<kBatch, DownProjTiles>(
           block, read_loader, 23, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, 2, true>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
                              mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 9, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // o_proj + down_proj
-            const u32 at = ((group - own.begin) * mk::kGroupRows + 2 * pair) * kTokens + token;
-            const float value0_even = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + at));
-            const float value0_odd = mk::ptx::from_bf16(mk::ptx::ld_shared<mk::u16>(kept0 + (at + kTokens)));
-            mk::ptx::st_shared<mk::u16>(staged + at, mk::ptx::to_bf16(value0_even + even));
-            mk::ptx::st_shared<mk::u16>(staged + (at + kTokens), mk::ptx::to_bf16(value0_odd + odd));
+            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
+            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(at));
+            const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           });
       mk::publish<mk::Tagged>(block, 24, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
-      mk::keep(block, s.x_exchange, staged, block.at<mk::u16>(s.x_kept));
+      mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
       if (block.warp() == 0) mk::stamp(cx, buffers, 10, u32(s.step.stamps), layers);
     }
   }
@@ -249,27 +250,27 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
   // lm_head: 49152 x 576  [llama.py:36]
   {
-    const mk::RowGroups own = mk::own_groups(cx, s.lm_head.groups, s.lm_head.share_offset);
+    const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
-    mk::run_matrix<kBatch>(
+    mk::run_matrix<kBatch, LmHeadTiles>(
         block, read_loader, 27, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
-          mk::gather_value<mk::Tagged, 2, true>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
+          mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
                            mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations);  // x
           const smem_ptr<char> vector_norm = read_loader.wait_stage(26, 0, 0);  // norm
           block.sync();
           // r0 = mean(x * x)
-          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 at, u32 column, float (&v)[8]) {
+          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
             float x_[8];
-            mk::load8(activations, at, x_);
+            mk::load8<kTokens>(activations, column, token, x_);
             for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
           });
           block.sync();
           // x * rsqrt(mean(x * x) + 1e-05) * norm
-          mk::apply_rows(block, u32(s.lm_head.columns), columns, activations, [&](u32 at, u32 column, u32 token, float (&v)[8]) {
+          mk::apply_rows(block, u32(s.lm_head.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
             float x_[8], norm_[8];
-            mk::load8(activations, at, x_);
-            mk::load8(vector_norm, column * 2, norm_);
+            mk::load8<kTokens>(activations, column, token, x_);
+            mk::load8(vector_norm, column, norm_);
             const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.lm_head.columns);
             for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * norm_[j];
           });

@@ -12,12 +12,12 @@ from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
-from megadsl.lower.tiling import tiling
+from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.source import Span
 from megadsl.types import Level, ceil_div
 
 WARP_THREADS = 32
-MAX_IN_FLIGHT = 8  # 16-byte loads per thread: 32 registers
+MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
 
 
 @dataclass
@@ -45,12 +45,18 @@ class Builder:
     def position(self, op: str) -> int:
         return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
 
-    def in_flight(self, ref: ValueRef) -> int:
-        """Loads a thread keeps under way while it gathers ``ref``: all its vectors at once, up to MAX_IN_FLIGHT."""
+    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
+        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to MAX_UNITS units."""
         exchange = self.exchange(ref.value)
-        owners = min(exchange.owners, ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3)
         threads = self.schedule.consumer.warps * WARP_THREADS
-        return max(1, min(MAX_IN_FLIGHT, ceil_div(owners * exchange.vectors, threads)))
+        units = ceil_div(ref.features, GROUP_ROWS) * self.graph.tokens
+        if whole and exchange.groups < exchange.owners and exchange.wire != "Tagged":
+            units += exchange.owners  # blocks that own nothing are asked for their presence
+        at_once = max(1, min(MAX_UNITS, ceil_div(units, threads)))
+        share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
+        extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
+        rounds = ceil_div(units, threads * at_once)
+        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds))}
 
     def gated(self, op: Op) -> bool:
         return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
@@ -222,7 +228,7 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, in_flight=builder.in_flight(ref))
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **builder.polls(ref, whole))
     for index, (arg, _) in enumerate(vectors(op)):
         site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
         ring = Region("ring", ring_role, Level.BLOCK)
@@ -267,7 +273,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        "in_flight": builder.in_flight(_unit_features(op)), "parts_wire": parts.wire,
+        **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", args=args)

@@ -78,7 +78,7 @@ def _smem(memory: Memory) -> tuple[int, ...]:
 
 def _exchange(e: Exchange) -> Record:
     words = (
-        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, divisor_inverse(e.vectors), e.units, e.groups,
+        e.offset // OFFSET_UNIT, e.owners * e.vectors, e.slots, e.vectors, e.units, e.groups, divisor_inverse(e.groups),
         e.share_offset, e.flags_offset // OFFSET_UNIT,
     )  # fmt: skip
     return Record("mk::ExchangeShape", f"{ident(e.name)}_exchange", words, f"{e.wire}, {e.dtype}")

@@ -170,7 +170,7 @@ struct Softmax {
 };
 
 // Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
-template <class Wire, class T, u32 kInFlight, class B>
+template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
@@ -187,39 +187,34 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
       ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(row, dim)), u16(0));
       ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(row, dim)), u16(0));
     }
+  // One round of polls for queries, keys and values: each further one would wait for the trip to L2 again.
   const u32 q_features = head_rows * T::kHeadDim, kv_features = unit.fresh ? T::kHeadDim : 0;
-  const auto range = [&](i32 begin, u32 per_head, u32 count) { return Features{u32(begin) + unit.head * per_head, u32(begin) + unit.head * per_head + count}; };
-  const Features q = range(s.q_begin, q_features, q_features), k = range(s.k_begin, T::kHeadDim, kv_features), v = range(s.v_begin, T::kHeadDim, kv_features);
-  const Vectors from[3] = {vectors_of(block.cx, e, q), vectors_of(block.cx, e, k), vectors_of(block.cx, e, v)};
-  // One round of polls for all three: each further one would wait for the trip to L2 again. A vector on a border comes twice.
-  poll_vectors<Wire, kInFlight>(
-      block.cx, site, round, from[0].count + from[1].count + from[2].count, u32(e.vectors), block.thread, B::kThreads,
-      [&](u32 i) {
-        if (i < from[0].count) return from[0].first + i;
-        i -= from[0].count;
-        return i < from[1].count ? from[1].first + i : from[2].first + (i - from[1].count);
-      },
-      [&](u32x4 x, u32& observed) { return arrived<Wire>(round, x, observed); },
-      [&](u32 index, u32x4 x) {
-        const auto place = [&](u32 feature, u32 token) {  // where a unit of queries or keys lies
-          const u32 at = feature - q.begin;
-          return q.holds(feature) ? queries.template at<char>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
-                                  : fresh.template at<char>(key_offset<T::kHeadDim>(token, feature - k.begin));
-        };
-        unpack_vector<Wire, kTokens>(
-            block.cx, e, index, x,
-            [&](u32 feature, u32 token, u32x4 bits) {
-              if (q.holds(feature) || k.holds(feature)) store_unit<Wire>(place(feature, token), bits);
-              if (!v.holds(feature)) return;
-              const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+  Wanted<3> wanted;
+  wanted.ranges[0] = groups_of(u32(s.q_begin) + unit.head * q_features, q_features);
+  wanted.ranges[1] = groups_of(u32(s.k_begin) + unit.head * T::kHeadDim, kv_features);
+  wanted.ranges[2] = groups_of(u32(s.v_begin) + unit.head * T::kHeadDim, kv_features);
 #pragma unroll
-              for (u32 j = 0; j < (Wire::kWholeUnits ? 8u : 7u); ++j)
-                ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin + j)), u16(words[j / 2] >> (j % 2 * 16)));
-            },
-            [&](u32 feature, u32 token, u16 bits) {
-              if (q.holds(feature) || k.holds(feature)) store_last(place(feature, token), bits);
-              if (v.holds(feature)) ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(token, feature - v.begin + 7)), bits);
-            });
+  for (u32 r = 0; r < 3; ++r) wanted.owners[r] = owners_of(block.cx, e, wanted.ranges[r]);
+  const auto place = [&](u32 range, u32 group, u32 token) {  // where a unit of queries or keys lies
+    const u32 at = group * kGroupRows;
+    return range == 0 ? queries.template at<char>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
+                      : fresh.template at<char>(key_offset<T::kHeadDim>(token, at));
+  };
+  const auto value = [&](u32 group, u32 token, u32 i) { return fresh.template at<u16>(T::kKeyBytes + value_offset(token, group * kGroupRows + i)); };
+  gather_units<Wire, kTokens, P::kUnits, P::kExtras, false, 3>(
+      block.cx, site, e, round, wanted, block.thread, B::kThreads,
+      [&](u32 range, u32 group, u32 token, u32x4 x) {
+        if (range < 2) {
+          store_unit<Wire>(place(range, group, token), x);
+          return;
+        }
+        const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (u32 i = 0; i < (Wire::kWholeUnits ? 8u : 7u); ++i) ptx::st_shared<u16>(value(group, token, i), u16(words[i / 2] >> (i % 2 * 16)));
+      },
+      [&](u32 range, u32 group, u32 token, u16 bits) {
+        if (range < 2) store_last(place(range, group, token), bits);
+        else ptx::st_shared<u16>(value(group, token, 7), bits);
       });
 }
 
@@ -275,7 +270,7 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
 }
 
 // Consumer side of attention for all units of this block.
-template <class QkvWire, class PartWire, class T, u32 kInFlight, class B, class R>
+template <class QkvWire, class PartWire, class T, class P, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
@@ -284,7 +279,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
-    gather_unit<QkvWire, T, kInFlight>(block, gather_site, s, qkv, qkv_sequence, unit);
+    gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {

@@ -23,9 +23,9 @@ struct ExchangeShape {
   i32 slot_stride;  // vectors per slot
   i32 slots;        // a power of two
   i32 vectors;      // per block (or per attention unit)
-  i32 vectors_inverse;  // Divisor::inverse of it
   i32 units;        // most units a block owns: its first vectors
   i32 groups;       // feature groups of 8 that are shared out over the blocks
+  i32 groups_inverse;  // Divisor::inverse of it
   i32 share_offset;
   i32 flags;        // first flag word's 16-byte unit (Flag only)
 };
@@ -106,84 +106,140 @@ struct Flag {
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
 };
 
-// Polls `count` vectors of a round with `threads` threads, kInFlight loads each under way, and gives each once to
-// `sink(index, vector)`. `locate(i)` is the index of the i-th; `ready(vector, observed)` says whether it has arrived;
-// `per_owner` consecutive vectors share a flag.
-// A thread's vectors all arrive before the first is handed on: then the sink is compiled once, in a loop that shifts them
-// through registers, and the hot code stays small.
-template <class Wire, u32 kInFlight, class Locate, class Ready, class Sink>
-MK_DEV void poll_vectors(const Context& cx, u32 site, const Round& round, u32 count, u32 per_owner, u32 thread, u32 threads,
-                         Locate locate, Ready ready, Sink sink) {
-#pragma unroll 1
-  for (u32 base = thread; base < count; base += threads * kInFlight) {
-    u32 pending = 0;
+// Feature groups [first, first + count) of a value.
+struct Groups {
+  u32 first, count;
+};
+
+MK_DEV Groups groups_of(u32 begin, u32 features) { return {begin / kGroupRows, ceil_div(features, kGroupRows)}; }
+
+MK_DEV u32 owner_of(const Context& cx, const ExchangeShape& e, u32 group) {
+  return share_owner({u32(e.groups), u32(e.groups_inverse)}, cx.blocks, u32(e.share_offset), group);
+}
+
+// Blocks [first, first + count) that own a part of the groups.
+MK_DEV Groups owners_of(const Context& cx, const ExchangeShape& e, Groups g) {
+  if (g.count == 0) return {0, 0};
+  const u32 first = owner_of(cx, e, g.first);
+  return {first, owner_of(cx, e, g.first + g.count - 1) + 1 - first};
+}
+
+// What a gather wants of a value: some ranges of groups, all tokens; and who is asked for them.
+template <u32 kRanges>
+struct Wanted {
+  Groups ranges[kRanges];
+  Groups owners[kRanges];
+
+  // Which range the i-th of the concatenated groups (or owners) falls into; `i` becomes its place in that range.
+  MK_DEV static u32 find(const Groups (&parts)[kRanges], u32& i) {
+    u32 range = 0;
 #pragma unroll
-    for (u32 i = 0; i < kInFlight; ++i)
-      if (base + i * threads < count) pending |= 1u << i;
-    const u32 wanted = pending;
-    u32x4 v[kInFlight] = {};
-    wait(cx, site, locate(base), round.sequence, [&](u32& observed) {
+    for (u32 r = 0; r + 1 < kRanges; ++r)
+      if (range == r && i >= parts[r].count) i -= parts[r].count, range = r + 1;
+    return range;
+  }
+  // parts[range], without an array that would live in local memory.
+  MK_DEV static Groups pick(const Groups (&parts)[kRanges], u32 range) {
+    Groups found = parts[0];
+#pragma unroll
+    for (u32 r = 1; r < kRanges; ++r)
+      if (range == r) found = parts[r];
+    return found;
+  }
+  MK_DEV static u32 total(const Groups (&parts)[kRanges]) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 r = 0; r < kRanges; ++r) sum += parts[r].count;
+    return sum;
+  }
+};
+
+// Gathers units. Each thread works from the destination: it knows where its units lie and where they go before they arrive,
+// so that after the wait only the stores are left. All of a thread's vectors are polled together, kUnits units and (where tags
+// push out last elements) kExtras extra vectors at a time.
+//   unit(range, group in the range, token, bits)   a unit, without its last element unless the wire carries whole units
+//   last(range, group in the range, token, bits)   the last element of a unit
+// kWhole: the one range is the whole value; blocks that own nothing of it are waited for as well, so that a block which has
+// gathered knows that every other block has come this far.
+template <class Wire, u32 kTokens, u32 kUnits, u32 kExtras, bool kWhole, u32 kRanges, class Unit, class Last>
+MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
+                         u32 threads, Unit unit, Last last) {
+  using W = Wanted<kRanges>;
+  constexpr u32 kPolls = kUnits + (Wire::kWholeUnits ? 0 : kExtras), kNone = ~0u;
+  const u32 vectors = u32(e.vectors), extras_each = vectors - u32(e.units), groups = u32(e.groups), offset = u32(e.share_offset);
+  const u32 units = W::total(wanted.ranges) * kTokens;
+  const u32 silent = kWhole && Wire::kWholeUnits && groups < cx.blocks.value ? cx.blocks.value : 0;  // blocks asked for presence alone
+  const u32 extras = Wire::kWholeUnits ? 0 : W::total(wanted.owners) * extras_each;
+#pragma unroll 1
+  for (u32 step = 0; step * threads * kUnits < units + silent || step * threads * kExtras < extras; ++step) {
+    u32 at[kPolls], pending = 0;
+#pragma unroll
+    for (u32 i = 0; i < kPolls; ++i) {
+      const bool is_unit = i < kUnits;
+      const u32 item = is_unit ? (step * kUnits + i) * threads + thread : (step * kExtras + i - kUnits) * threads + thread;
+      at[i] = kNone;
+      if (is_unit && item < units) {
+        u32 group = item / kTokens;
+        const u32 range = W::find(wanted.ranges, group);
+        group += W::pick(wanted.ranges, range).first;
+        const u32 block = owner_of(cx, e, group);
+        at[i] = block * vectors + (group - share_begin(groups, cx.blocks, offset, block)) * kTokens + item % kTokens;
+      } else if (is_unit && item < units + silent) {
+        at[i] = (item - units) * vectors;
+      } else if (!is_unit && item < extras) {
+        u32 block = item / extras_each;
+        const u32 range = W::find(wanted.owners, block);
+        at[i] = (W::pick(wanted.owners, range).first + block) * vectors + u32(e.units) + item % extras_each;
+      }
+      if (at[i] != kNone) pending |= 1u << i;
+    }
+    const u32 asked = pending;
+    u32x4 v[kPolls] = {};
+    wait(cx, site, step * threads + thread, round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
-        for (u32 i = 0; i < kInFlight; ++i) {
+        for (u32 i = 0; i < kPolls; ++i) {
           if (!(pending >> i & 1)) continue;
-          observed = ptx::ld_acquire(round.flags + locate(base + i * threads) / per_owner * kFlagStride);
+          observed = ptx::ld_acquire(round.flags + at[i] / vectors * kFlagStride);
           if (observed != round.sequence) return false;
         }
       }
 #pragma unroll
-      for (u32 i = 0; i < kInFlight; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + locate(base + i * threads));
+      for (u32 i = 0; i < kPolls; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + at[i]);
 #pragma unroll
-      for (u32 i = 0; i < kInFlight; ++i)
-        if ((pending >> i & 1) && ready(v[i], observed)) pending &= ~(1u << i);
+      for (u32 i = 0; i < kPolls; ++i) {
+        if (!(pending >> i & 1)) continue;
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+        else if (!Wire::kFlagged) observed = Wire::tag(v[i]);
+      }
       return pending == 0;
     });
-#pragma unroll 1
-    for (u32 i = 0; wanted >> i; ++i) {
-      sink(locate(base + i * threads), v[0]);
 #pragma unroll
-      for (u32 j = 1; j < kInFlight; ++j) v[j - 1] = v[j];
+    for (u32 i = 0; i < kUnits; ++i) {
+      const u32 item = (step * kUnits + i) * threads + thread;
+      u32 group = item / kTokens;
+      if (!(asked >> i & 1) || item >= units) continue;
+      const u32 range = W::find(wanted.ranges, group);
+      unit(range, group, item % kTokens, v[i]);
+    }
+#pragma unroll
+    for (u32 i = kUnits; i < kPolls; ++i) {
+      if (!(asked >> i & 1)) continue;
+      const u32 item = (step * kExtras + i - kUnits) * threads + thread;
+      u32 block = item / extras_each;
+      const u32 range = W::find(wanted.owners, block);
+      block += W::pick(wanted.owners, range).first;
+      const Groups inside = W::pick(wanted.ranges, range);
+      const u32 group0 = share_begin(groups, cx.blocks, offset, block), first = item % extras_each * kLastsPerVector;
+      const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - group0) * kTokens, words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (u32 j = 0; j < kLastsPerVector; ++j) {
+        const u32 group = group0 + (first + j) / kTokens - inside.first;
+        if (first + j < owned && group < inside.count) last(range, group, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
+      }
     }
   }
-}
-
-// Features [begin, end) of a value.
-struct Features {
-  u32 begin, end;
-  MK_DEV bool holds(u32 feature) const { return feature - begin < end - begin; }
-};
-
-// The vectors of a round that hold a range of features: those of all blocks that own a part of it.
-struct Vectors {
-  u32 first, count;
-};
-
-MK_DEV Vectors vectors_of(const Context& cx, const ExchangeShape& e, Features f) {
-  if (f.begin >= f.end) return {0, 0};
-  const u32 groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors);
-  const u32 from = share_owner(groups, cx.blocks, offset, f.begin / kGroupRows);
-  const u32 to = share_owner(groups, cx.blocks, offset, (f.end - 1) / kGroupRows) + 1;
-  return {from * vectors, (to - from) * vectors};
-}
-
-// Takes a vector of a bf16 value apart: `unit(feature, token, bits)` for a unit (without its last element unless the wire
-// carries whole units), `last(feature, token, bits)` for the last element of the unit that begins at `feature`.
-template <class Wire, u32 kTokens, class Unit, class Last>
-MK_DEV void unpack_vector(const Context& cx, const ExchangeShape& e, u32 index, u32x4 v, Unit unit, Last last) {
-  const Divisor vectors{u32(e.vectors), u32(e.vectors_inverse)};
-  const u32 groups = u32(e.groups), offset = u32(e.share_offset);
-  const u32 block = vectors.divide(index), i = index - block * vectors.value;
-  const u32 group0 = share_begin(groups, cx.blocks, offset, block);
-  const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - group0) * kTokens;
-  if (i < u32(e.units)) {
-    if (i < owned) unit((group0 + i / kTokens) * kGroupRows, i % kTokens, v);
-    return;
-  }
-  const u32 first = (i - u32(e.units)) * kLastsPerVector, words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (u32 j = 0; j < kLastsPerVector; ++j)
-    if (first + j < owned) last((group0 + (first + j) / kTokens) * kGroupRows, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
 }
 
 // Stores a unit where its eight elements lie side by side, and its last element alone.
@@ -203,29 +259,6 @@ template <class Wire>
 MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
   if (!Wire::kFlagged) observed = Wire::tag(v);
   return Wire::ready(v, round.sequence);
-}
-
-// Gathers the given features of a bf16 value, all tokens, with unpack_vector's callbacks; the range begins at a multiple of
-// 8, and a unit that begins in it is handed on whole. kWhole: they are the whole value, and blocks that own nothing of it are
-// waited for as well.
-template <class Wire, u32 kTokens, u32 kInFlight, bool kWhole, class Unit, class Last>
-MK_DEV void gather_features(const Context& cx, u32 site, const ExchangeShape& e, u32 sequence, const Buffers& buffers, Features f, u32 thread,
-                            u32 threads, Unit unit, Last last) {
-  const Round round = exchange_round(buffers, e, sequence);
-  const Vectors from = kWhole ? Vectors{0, cx.blocks.value * u32(e.vectors)} : vectors_of(cx, e, f);
-  poll_vectors<Wire, kInFlight>(
-      cx, site, round, from.count, u32(e.vectors), thread, threads, [&](u32 i) { return from.first + i; },
-      [&](u32x4 v, u32& observed) { return arrived<Wire>(round, v, observed); },
-      [&](u32 index, u32x4 v) {
-        unpack_vector<Wire, kTokens>(
-            cx, e, index, v,
-            [&](u32 feature, u32 token, u32x4 x) {
-              if (f.holds(feature)) unit(feature, token, x);
-            },
-            [&](u32 feature, u32 token, u16 bits) {
-              if (f.holds(feature)) last(feature, token, bits);
-            });
-      });
 }
 
 // Publishes this block's share of a value, staged as units. All consumer threads call it, behind a consumer barrier after

@@ -21,7 +21,7 @@ struct Divisor {
 MK_DEV u32 share_begin(u32 n, const Divisor& parts, u32 offset, u32 i) { return parts.divide(n * i + offset); }
 
 // The part that owns item `g`: the largest i with share_begin(i) <= g.
-MK_DEV u32 share_owner(u32 n, const Divisor& parts, u32 offset, u32 g) { return ((g + 1) * parts.value - offset - 1) / n; }
+MK_DEV u32 share_owner(const Divisor& n, const Divisor& parts, u32 offset, u32 g) { return n.divide((g + 1) * parts.value - offset - 1); }
 
 constexpr u32 kGroupRows = 8;    // packed weight rows (or value features) per group: n of the mma
 constexpr u32 kPanel = 32;       // columns per shared-memory panel: two k16 steps, 64 bytes of bf16

@@ -30,19 +30,30 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
                           u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
 }
 
-// Gathers features of a value into an activation buffer, columns past them as zeros.
-template <class Wire, u32 kInFlight, bool kWhole, class B>
+// How a gather polls: units and extra vectors a thread has under way, and whether it wants the whole value.
+template <u32 kUnits_, u32 kExtras_, bool kWhole_>
+struct Poll {
+  static constexpr u32 kUnits = kUnits_;
+  static constexpr u32 kExtras = kExtras_;
+  static constexpr bool kWhole = kWhole_;
+};
+
+// Gathers features of a value into an activation buffer, columns past them as zeros. `begin` is a multiple of 8.
+template <class Wire, class P, class B>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
                          smem_ptr<char> into) {
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
-  const u32 filled = ceil_div(features, kGroupRows) * kGroupRows, pad = columns - filled;
+  const Groups wanted = groups_of(begin, features);
+  const u32 filled = wanted.count * kGroupRows;
 #pragma unroll 1
-  for (u32 i = block.thread; i < pad * kTokens; i += B::kThreads)
+  for (u32 i = block.thread; i < (columns - filled) * kTokens; i += B::kThreads)
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
-  gather_features<Wire, kTokens, kInFlight, kWhole>(
-      block.cx, site, e, sequence, block.buffers, {begin, begin + features}, block.thread, B::kThreads,
-      [&](u32 feature, u32 token, u32x4 x) {
-        const smem_ptr<char> at = into.template at<char>(activation_offset<kTokens>(feature - begin, token));
+  const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
+  const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
+  gather_units<Wire, kTokens, P::kUnits, P::kExtras, P::kWhole, 1>(
+      block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
+      [&](u32, u32 group, u32 token, u32x4 x) {
+        const smem_ptr<char> at = place(group, token);
         ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.z});
         if (Wire::kWholeUnits) {
           ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{x.y, x.w});
@@ -51,19 +62,20 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
           ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
         }
       },
-      [&](u32 feature, u32 token, u16 bits) {
-        ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(feature - begin, token) + kRange + 6), bits);
-      });
+      [&](u32, u32 group, u32 token, u16 bits) { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); });
 }
 
 // Gathers the rows of another value that this block's own results are combined with (a residual), as units.
 template <class Wire, class B>
 MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 first, u32 end, smem_ptr<char> into) {
   constexpr u32 kTokens = B::kTokens;
-  gather_features<Wire, kTokens, 1, false>(
-      block.cx, site, e, sequence, block.buffers, {first, end}, block.thread, B::kThreads,
-      [&](u32 feature, u32 token, u32x4 x) { store_unit<Wire>(into.template at<char>(unit_offset<kTokens>((feature - first) / 8, token, 0)), x); },
-      [&](u32 feature, u32 token, u16 bits) { store_last(into.template at<char>(unit_offset<kTokens>((feature - first) / 8, token, 0)), bits); });
+  if (first >= end) return;
+  const Groups wanted = groups_of(first, end - first);
+  const auto place = [&](u32 group, u32 token) { return into.template at<char>(unit_offset<kTokens>(group, token, 0)); };
+  gather_units<Wire, kTokens, 1, 1, false, 1>(
+      block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners_of(block.cx, e, wanted)}}, block.thread, B::kThreads,
+      [&](u32, u32 group, u32 token, u32x4 x) { store_unit<Wire>(place(group, token), x); },
+      [&](u32, u32 group, u32 token, u16 bits) { store_last(place(group, token), bits); });
 }
 
 // How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.
