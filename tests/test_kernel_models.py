@@ -10,6 +10,7 @@ import torch
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear
+from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
@@ -32,11 +33,10 @@ def few_stages(s: ScheduleBlock) -> None:
 
 
 def pieces(made: Compiled, name: str) -> tuple[int, int]:
-    """Tiles of a row of a linear, and how many of them are multiplied between two gathers of its input."""
-    words = next(r for r in made.plan.shape if r.name == name).words
+    """Tiles of a row group of a linear, and how many of them are multiplied between two gathers of its input."""
     op = made.graph.op(name)
-    assert isinstance(op, Linear) and words[8] == tiling(op).pieces
-    return words[8], words[9]
+    assert isinstance(op, Linear)
+    return tiling(op).pieces, chunk_pieces(op, made.graph, made.schedule)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,13 @@ def test_more_units_than_blocks() -> None:
 
 
 def test_rows_in_several_pieces() -> None:
+    def configure(s: ScheduleBlock) -> None:
+        few_stages(s)
+        s["down_proj"].split(chunk=1)
+
     fields = config(hidden_size=1056, intermediate_size=2080, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
-    made = compiled("llama-tiny", tokens=2, blocks=3, fields=fields, configure=few_stages)
-    assert pieces(made, "qkv_proj") == (2, 2) and pieces(made, "down_proj") == (3, 3)
+    made = compiled("llama-tiny", tokens=2, blocks=3, fields=fields, configure=configure)
+    assert pieces(made, "qkv_proj") == (2, 2) and pieces(made, "down_proj") == (3, 1)
     check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
 
 

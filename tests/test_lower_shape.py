@@ -18,7 +18,7 @@ from megadsl.ir.plan import Record
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
-from megadsl.lower.schedule import share_begin
+from megadsl.lower.schedule import share_begin, share_owner
 from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
@@ -94,9 +94,9 @@ def test_exchanges(value: str) -> None:
         "slot_stride": e.owners * e.vectors,
         "slots": e.slots,
         "vectors": e.vectors,
-        "vectors_inverse": divisor_inverse(e.vectors),
         "units": e.units,
         "groups": e.groups,
+        "groups_inverse": divisor_inverse(e.groups),
         "share_offset": e.share_offset,
         "flags": e.flags_offset // UNIT,
     }
@@ -212,7 +212,7 @@ def test_divisor_inverse_divides(divisor: int) -> None:
 
 
 def test_the_device_shares_as_python_does() -> None:
-    """share_begin through the Divisor, for the split of every op of the largest model."""
+    """share_begin and share_owner through the Divisor, for the split of every value of the largest model."""
     s = model("llama-3.2-1b", 16)
     blocks = s.schedule.blocks
     inverse = divisor_inverse(blocks) % 2**32
@@ -220,6 +220,10 @@ def test_the_device_shares_as_python_does() -> None:
     for e in s.exchanges:
         for i in range(blocks + 1):
             assert (e.groups * i + e.share_offset) * inverse >> 32 == share_begin(e.groups, blocks, e.share_offset, i)
+        of_groups = divisor_inverse(e.groups) % 2**32
+        for item in range(e.groups):
+            owner = (item + 1) * blocks - e.share_offset - 1
+            assert (owner * of_groups >> 32 if of_groups else owner) == share_owner(e.groups, blocks, e.share_offset, item)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.18033688, 1e-30])

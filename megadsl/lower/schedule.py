@@ -17,9 +17,11 @@ CONSUMER = "consumer"
 WARP_THREADS = 32
 CONSUMER_WARPS = 8
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
-WINDOW_BYTES = 64 * KIB  # 48-64 KB in flight saturate HBM; more only delays critical-path loads
+WINDOW_BYTES = 48 * KIB  # in flight: enough for HBM, and every critical-path load queues behind it
 MAX_SPLITS = 16
 BATCH = 4
+FEWEST_BLOCKS = 0.9  # of the SMs: fewer could not keep HBM busy
+BLOCKS_SLACK = 1.01
 
 TOO_MANY_WARPS = declare(
     "MK161", "the schedule asks for {warps} warps, {arch} has room for {limit} per block", "use fewer consumer or loader warps"
@@ -70,8 +72,8 @@ L2_BYTES = 16  # the bulk prefetch's granule
 
 
 def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
-    """What the machine model suggests. ``blocks`` defaults to one per SM; ring stages of 0 mean "as many as fit"."""
-    count = blocks if blocks is not None else machine.sms
+    """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
+    count = blocks if blocks is not None else best_blocks(graph, machine)
     ops = tuple(_default_op(op, count) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
     parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in graph.ops if isinstance(op, Attention))
@@ -85,6 +87,22 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
         batch=BATCH,
         max_kv=max_kv,
     )
+
+
+def best_blocks(graph: Graph, machine: Machine) -> int:
+    """Fewest blocks whose largest shares cost at most BLOCKS_SLACK more than the best count's, down to FEWEST_BLOCKS of the SMs.
+
+    A step takes as long as its largest shares. Where 132 blocks leave some a row group more than others, 128 may do with the
+    same largest share; fewer blocks then mean fewer vectors to poll at every exchange.
+    """
+    counts = range(max(1, round(FEWEST_BLOCKS * machine.sms)), machine.sms + 1)
+    cost = {b: sum(_largest_bytes(op, b) * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Linear)) for b in counts}
+    return min(b for b in counts if cost[b] <= BLOCKS_SLACK * min(cost.values()))
+
+
+def _largest_bytes(op: Linear, blocks: int) -> int:
+    tiles = tiling(op)
+    return ceil_div(tiles.shares, blocks) * tiles.share_bytes
 
 
 def _default_op(op: Op, blocks: int) -> OpSchedule:
