@@ -50,8 +50,9 @@ def compile_model(
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]`` or a Kernel object down to CUDA text.
 
-    tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: one
-    per SM). on: a machine other than the arch's table entry (the emulator's small ones). Raises MegadslError.
+    tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
+    most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
+    Raises MegadslError.
     """
     if isinstance(model, str):
         kernel, values = load(model, config if isinstance(config, Path) else None)

@@ -60,7 +60,8 @@ def prefetched(s: ScheduleBlock) -> None:
 
 
 def mixed_syncs(s: ScheduleBlock) -> None:
-    for op, sync in zip(VALUES, (mk.Sentinel(8), mk.Flag(4), mk.Tagged(8), mk.Sentinel(4), mk.Flag(2), mk.Sentinel(8)), strict=True):
+    syncs: tuple[Sync, ...] = (mk.Sentinel(8), mk.Flag(4), mk.Tagged(8), mk.Sentinel(4), mk.Flag(2), mk.Sentinel(8))
+    for op, sync in zip(VALUES, syncs, strict=True):
         s[op].sync(sync)
 
 
@@ -149,7 +150,10 @@ def test_one_sync_everywhere(slots: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 5])
 def test_splits(splits: int) -> None:
-    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=lambda s: s["attention"].split(kv=splits)), SIZES, seeds=(1,))
+    def configure(s: ScheduleBlock) -> None:
+        s["attention"].split(kv=splits)
+
+    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
 
 
 @pytest.mark.parametrize(("warps", "tokens"), [(2, 16), (4, 2), (11, 5)])

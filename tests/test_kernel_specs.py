@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def integer_weights(made: Compiled) -> Weights:
 
 def integer_logits(weights: Weights, ids: tuple[int, ...]) -> torch.Tensor:
     """In 64-bit integers."""
-    whole: dict[str, Any] = {name: w.long() for name, w in weights.items()}
+    whole = {name: w.long() for name, w in weights.items()}
     x = whole["embed.weight"][list(ids)]
     for layer in range(CONFIG["layers"]):
         y = x @ whole[f"model.layers.{layer}.up.weight"].T

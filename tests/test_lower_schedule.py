@@ -15,7 +15,16 @@ from megadsl.diagnostics import Diagnostic
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
-from megadsl.lower.schedule import balance, default_schedule, largest_share, share_begin, share_owner, verify_schedule
+from megadsl.lower.schedule import (
+    WINDOW_BYTES,
+    balance,
+    best_blocks,
+    default_schedule,
+    largest_share,
+    share_begin,
+    share_owner,
+    verify_schedule,
+)
 from megadsl.lower.tiling import tiling
 from megadsl.types import KIB, MIB
 
@@ -27,12 +36,31 @@ def default(graph: Graph, blocks: int | None = None) -> Schedule:
 def test_defaults_come_from_the_machine() -> None:
     graph = model_graph("llama-3.2-1b")
     schedule = default(graph)
-    assert schedule.blocks == GPU.sms and schedule.consumer.warps == 8
-    assert schedule.ring("loader") == Ring("weights", 0, 16 * KIB, 64 * KIB)
-    assert schedule.op("attention").splits == GPU.sms // 8 and schedule.op("attention").prefetch.hint == "evict_normal"
+    assert schedule.blocks == best_blocks(graph, GPU) and schedule.consumer.warps == 8
+    assert schedule.ring("loader") == Ring("weights", 0, 16 * KIB, WINDOW_BYTES)
+    assert schedule.op("attention").splits == schedule.blocks // 8 and schedule.op("attention").prefetch.hint == "evict_normal"
     assert {e.value for e in schedule.edges} == {*(v.name for v in graph.values), "attention.parts"}
     assert default(graph, blocks=4).op("attention").splits == 1
     verify_schedule(graph, schedule, GPU)
+
+
+def largest_bytes(graph: Graph, blocks: int) -> int:
+    """What the busiest block reads of every linear, added up over a step."""
+    each = ((tiling(op), graph.layers if op.loop else 1) for op in linears(graph))
+    return sum(largest_share(tiles.shares, blocks, 0) * tiles.share_bytes * times for tiles, times in each)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "smollm2-135m", "llama-tiny"])
+def test_blocks_are_as_few_as_cost_nothing(name: str) -> None:
+    """Never busier than one block per SM by more than 1%, and no fewer blocks than HBM needs."""
+    graph = model_graph(name)
+    blocks = best_blocks(graph, GPU)
+    assert 0.89 * GPU.sms <= blocks <= GPU.sms
+    assert largest_bytes(graph, blocks) <= 1.01 * largest_bytes(graph, GPU.sms)
+
+
+def test_blocks_that_divide_what_the_sms_do_not() -> None:
+    assert best_blocks(model_graph("llama-3.2-1b"), GPU) == 128
 
 
 @pytest.mark.parametrize(("n", "parts"), [(256, 132), (16032, 132), (5, 12), (12, 12), (1, 3), (7, 1), (0, 4)])

@@ -18,7 +18,7 @@ from megadsl.ir.plan import Record
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
-from megadsl.lower.schedule import share_begin, share_owner
+from megadsl.lower.schedule import WINDOW_BYTES, share_begin, share_owner
 from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
@@ -82,7 +82,7 @@ def test_shared_memory_and_rings() -> None:
     area = s.memory.offset
     names = structs()["mk::SmemShape"]
     assert fields("mk::SmemShape", "smem") == {name: area(name) for name in names}
-    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": 64 * 1024}
+    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES}
     assert fields("mk::RingShape", "ring_loader") == ring
 
 
@@ -213,10 +213,9 @@ def test_divisor_inverse_divides(divisor: int) -> None:
 
 def test_the_device_shares_as_python_does() -> None:
     """share_begin and share_owner through the Divisor, for the split of every value of the largest model."""
-    s = model("llama-3.2-1b", 16)
-    blocks = s.schedule.blocks
+    blocks = GPU.sms
+    s = model("llama-3.2-1b", 16, blocks=blocks)
     inverse = divisor_inverse(blocks) % 2**32
-    assert blocks == GPU.sms
     for e in s.exchanges:
         for i in range(blocks + 1):
             assert (e.groups * i + e.share_offset) * inverse >> 32 == share_begin(e.groups, blocks, e.share_offset, i)

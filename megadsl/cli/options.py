@@ -20,5 +20,5 @@ MaxKv = Annotated[
 ]
 Blocks = Annotated[
     int | None,
-    typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: one per SM, or a few in the emulator."),
+    typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),
 ]

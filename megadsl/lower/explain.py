@@ -150,10 +150,17 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
 
 
 def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
-    """Vectors of all blocks that own some of the features [begin, end)."""
-    blocks = plan.schedule.blocks
-    last = share_owner(e.groups, blocks, e.share_offset, (end - 1) // GROUP_ROWS)
-    return (last - share_owner(e.groups, blocks, e.share_offset, begin // GROUP_ROWS) + 1) * e.vectors
+    """The units that the features [begin, end) touch, and the extra vectors of all blocks from the first owner to the last."""
+    blocks, first, last = plan.schedule.blocks, begin // GROUP_ROWS, (end - 1) // GROUP_ROWS
+    owners = share_owner(e.groups, blocks, e.share_offset, last) - share_owner(e.groups, blocks, e.share_offset, first) + 1
+    return (last - first + 1) * plan.graph.tokens + owners * (e.vectors - e.units)
+
+
+def _whole(plan: Plan, e: Exchange) -> int:
+    """All units and all extra vectors; where there are none of these, an idle block is asked for one vector, to be sure of it."""
+    extras = e.owners * (e.vectors - e.units)
+    asked = extras or (e.owners if e.groups < e.owners else 0)
+    return e.groups * plan.graph.tokens + asked
 
 
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
@@ -161,7 +168,7 @@ def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     tiles, chunk = tiling(op), chunk_pieces(op, plan.graph, plan.schedule)
     if chunk == tiles.pieces:
         whole = ref.features == plan.graph.value(ref.value).features
-        return e.owners * e.vectors if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)
+        return _whole(plan, e) if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)
     width = chunk * tiles.tile_columns
     starts = range(0, ref.features, width)
     once = sum(_spanned(plan, e, ref.begin + at, ref.begin + min(at + width, ref.features)) for at in starts)

@@ -48,7 +48,7 @@ CASES = {
 def made() -> dict[str, Compiled]:
     """All cases; their cubins are built side by side, and taken from the cache afterwards."""
     found = {name: compiled(model, tokens=t, blocks=b, configure=c) for name, (model, t, b, c) in CASES.items()}
-    jobs = [(c, {}) for c in found.values()] + [(found["default-1"], lost(found["default-1"]))]
+    jobs: list[tuple[Compiled, dict[str, str]]] = [(c, {}) for c in found.values()] + [(found["default-1"], lost(found["default-1"]))]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: build_cubin(job[0].source, job[0].manifest["arch"], [include()], job[1]), jobs))
     return found

@@ -201,7 +201,7 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
                       : fresh.template at<char>(key_offset<T::kHeadDim>(token, at));
   };
   const auto value = [&](u32 group, u32 token, u32 i) { return fresh.template at<u16>(T::kKeyBytes + value_offset(token, group * kGroupRows + i)); };
-  gather_units<Wire, kTokens, P::kUnits, P::kExtras, false, 3>(
+  gather_units<Wire, kTokens, P, 3>(
       block.cx, site, e, round, wanted, block.thread, B::kThreads,
       [&](u32 range, u32 group, u32 token, u32x4 x) {
         if (range < 2) {

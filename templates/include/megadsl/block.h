@@ -48,6 +48,14 @@ struct Block {
   MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }
 };
 
+// Begins an op: what the compiler could derive from the thread's and block's numbers is derived anew in each op. Kept over
+// the whole layer loop instead, as invariants, those values would cost more registers than there are.
+template <class B>
+MK_DEV void begin_op(Context& cx, B& block) {
+  cx.block = ptx::opaque(cx.block);
+  block.thread = ptx::opaque(block.thread);
+}
+
 // Publishes what all threads of the block have staged.
 template <class Wire, class B>
 MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged) {

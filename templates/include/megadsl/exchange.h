@@ -154,53 +154,99 @@ struct Wanted {
   }
 };
 
+// How a gather polls: units and extra vectors a thread has under way, and whether it wants the whole value.
+template <u32 kUnits_, u32 kExtras_, bool kWhole_>
+struct Poll {
+  static constexpr u32 kUnits = kUnits_;
+  static constexpr u32 kExtras = kExtras_;
+  static constexpr bool kWhole = kWhole_;
+};
+
+// The items of a gather, numbered so that threads can share them: units, blocks asked for their presence alone, and extra
+// vectors. kWhole: the one range is the whole value; blocks that own nothing of it are waited for as well, so that a block
+// which has gathered knows that every other block has come this far.
+template <class Wire, u32 kTokens, bool kWhole, u32 kRanges>
+struct GatherItems {
+  using W = Wanted<kRanges>;
+  static constexpr u32 kNone = ~0u;  // no vector
+
+  const Context& cx;
+  const ExchangeShape& e;
+  const W& wanted;
+  u32 extras_each, units, silent, extras;
+
+  MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
+      : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
+        silent(kWhole && Wire::kWholeUnits && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
+
+  MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
+
+  MK_DEV u32 locate_unit(u32 item) const {
+    if (item >= units + silent) return kNone;
+    if (item >= units) return (item - units) * u32(e.vectors);
+    u32 group = item / kTokens;
+    group += W::pick(wanted.ranges, W::find(wanted.ranges, group)).first;
+    const u32 block = owner_of(cx, e, group);
+    return block * u32(e.vectors) + (group - share_of(block)) * kTokens + item % kTokens;
+  }
+  MK_DEV u32 locate_extra(u32 item) const {
+    if (item >= extras) return kNone;
+    u32 block = item / extras_each;
+    block += W::pick(wanted.owners, W::find(wanted.owners, block)).first;
+    return block * u32(e.vectors) + u32(e.units) + item % extras_each;
+  }
+  template <class Unit>
+  MK_DEV void deliver_unit(u32 item, u32x4 v, Unit unit) const {
+    if (item >= units) return;
+    u32 group = item / kTokens;
+    const u32 range = W::find(wanted.ranges, group);
+    unit(range, group, item % kTokens, v);
+  }
+  template <class Last>
+  MK_DEV void deliver_extra(u32 item, u32x4 v, Last last) const {
+    if (item >= extras) return;
+    u32 block = item / extras_each;
+    const u32 range = W::find(wanted.owners, block);
+    block += W::pick(wanted.owners, range).first;
+    const Groups inside = W::pick(wanted.ranges, range);
+    const u32 group0 = share_of(block), first = item % extras_each * kLastsPerVector;
+    const u32 owned = (share_of(block + 1) - group0) * kTokens, words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (u32 j = 0; j < kLastsPerVector; ++j) {
+      const u32 group = group0 + (first + j) / kTokens - inside.first;
+      if (first + j < owned && group < inside.count) last(range, group, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
+    }
+  }
+};
+
 // Gathers units. Each thread works from the destination: it knows where its units lie and where they go before they arrive,
-// so that after the wait only the stores are left. All of a thread's vectors are polled together, kUnits units and (where tags
-// push out last elements) kExtras extra vectors at a time.
+// so that after the wait only the stores are left. All of a thread's vectors are polled together, P::kUnits units and (where
+// tags push out last elements) P::kExtras extra vectors at a time.
 //   unit(range, group in the range, token, bits)   a unit, without its last element unless the wire carries whole units
 //   last(range, group in the range, token, bits)   the last element of a unit
-// kWhole: the one range is the whole value; blocks that own nothing of it are waited for as well, so that a block which has
-// gathered knows that every other block has come this far.
-template <class Wire, u32 kTokens, u32 kUnits, u32 kExtras, bool kWhole, u32 kRanges, class Unit, class Last>
+template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last>
 MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
                          u32 threads, Unit unit, Last last) {
-  using W = Wanted<kRanges>;
-  constexpr u32 kPolls = kUnits + (Wire::kWholeUnits ? 0 : kExtras), kNone = ~0u;
-  const u32 vectors = u32(e.vectors), extras_each = vectors - u32(e.units), groups = u32(e.groups), offset = u32(e.share_offset);
-  const u32 units = W::total(wanted.ranges) * kTokens;
-  const u32 silent = kWhole && Wire::kWholeUnits && groups < cx.blocks.value ? cx.blocks.value : 0;  // blocks asked for presence alone
-  const u32 extras = Wire::kWholeUnits ? 0 : W::total(wanted.owners) * extras_each;
+  using Items = GatherItems<Wire, kTokens, P::kWhole, kRanges>;
+  constexpr u32 kPolls = P::kUnits + (Wire::kWholeUnits ? 0 : P::kExtras);
+  const Items items(cx, e, wanted);
 #pragma unroll 1
-  for (u32 step = 0; step * threads * kUnits < units + silent || step * threads * kExtras < extras; ++step) {
+  for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
+    const auto item = [&](u32 i) { return (i < P::kUnits ? step * P::kUnits + i : step * P::kExtras + i - P::kUnits) * threads + thread; };
     u32 at[kPolls], pending = 0;
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      const bool is_unit = i < kUnits;
-      const u32 item = is_unit ? (step * kUnits + i) * threads + thread : (step * kExtras + i - kUnits) * threads + thread;
-      at[i] = kNone;
-      if (is_unit && item < units) {
-        u32 group = item / kTokens;
-        const u32 range = W::find(wanted.ranges, group);
-        group += W::pick(wanted.ranges, range).first;
-        const u32 block = owner_of(cx, e, group);
-        at[i] = block * vectors + (group - share_begin(groups, cx.blocks, offset, block)) * kTokens + item % kTokens;
-      } else if (is_unit && item < units + silent) {
-        at[i] = (item - units) * vectors;
-      } else if (!is_unit && item < extras) {
-        u32 block = item / extras_each;
-        const u32 range = W::find(wanted.owners, block);
-        at[i] = (W::pick(wanted.owners, range).first + block) * vectors + u32(e.units) + item % extras_each;
-      }
-      if (at[i] != kNone) pending |= 1u << i;
+      at[i] = i < P::kUnits ? items.locate_unit(item(i)) : items.locate_extra(item(i));
+      if (at[i] != Items::kNone) pending |= 1u << i;
     }
-    const u32 asked = pending;
     u32x4 v[kPolls] = {};
     wait(cx, site, step * threads + thread, round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kPolls; ++i) {
           if (!(pending >> i & 1)) continue;
-          observed = ptx::ld_acquire(round.flags + at[i] / vectors * kFlagStride);
+          observed = ptx::ld_acquire(round.flags + at[i] / u32(e.vectors) * kFlagStride);
           if (observed != round.sequence) return false;
         }
       }
@@ -216,28 +262,9 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       return pending == 0;
     });
 #pragma unroll
-    for (u32 i = 0; i < kUnits; ++i) {
-      const u32 item = (step * kUnits + i) * threads + thread;
-      u32 group = item / kTokens;
-      if (!(asked >> i & 1) || item >= units) continue;
-      const u32 range = W::find(wanted.ranges, group);
-      unit(range, group, item % kTokens, v[i]);
-    }
-#pragma unroll
-    for (u32 i = kUnits; i < kPolls; ++i) {
-      if (!(asked >> i & 1)) continue;
-      const u32 item = (step * kExtras + i - kUnits) * threads + thread;
-      u32 block = item / extras_each;
-      const u32 range = W::find(wanted.owners, block);
-      block += W::pick(wanted.owners, range).first;
-      const Groups inside = W::pick(wanted.ranges, range);
-      const u32 group0 = share_begin(groups, cx.blocks, offset, block), first = item % extras_each * kLastsPerVector;
-      const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - group0) * kTokens, words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-      for (u32 j = 0; j < kLastsPerVector; ++j) {
-        const u32 group = group0 + (first + j) / kTokens - inside.first;
-        if (first + j < owned && group < inside.count) last(range, group, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
-      }
+    for (u32 i = 0; i < kPolls; ++i) {
+      if (i < P::kUnits) items.deliver_unit(item(i), v[i], unit);
+      else items.deliver_extra(item(i), v[i], last);
     }
   }
 }
@@ -267,8 +294,8 @@ template <class Wire, u32 kTokens, class Barrier>
 MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged,
                           u32 thread, u32 threads, Barrier barrier) {
   const Round round = exchange_round(buffers, e, sequence);
-  const u32 groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors), first = cx.block * vectors;
-  const u32 owned = (share_begin(groups, cx.blocks, offset, cx.block + 1) - share_begin(groups, cx.blocks, offset, cx.block)) * kTokens;
+  const u32 block = cx.block, groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors), first = block * vectors;
+  const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - share_begin(groups, cx.blocks, offset, block)) * kTokens;
 #pragma unroll 1
   for (u32 i = thread; i < vectors; i += threads) {
     u32x4 x = {0, 0, 0, 0};
@@ -291,7 +318,7 @@ MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const Excha
   }
   if (Wire::kFlagged) {
     barrier();
-    if (thread == 0) ptx::st_release(round.flags + cx.block * kFlagStride, sequence);
+    if (thread == 0) ptx::st_release(round.flags + block * kFlagStride, sequence);
   }
 }
 

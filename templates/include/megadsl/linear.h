@@ -33,8 +33,8 @@ struct RowGroups {
 };
 
 MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
-  const u32 shares = u32(s.groups) / u32(s.fold), offset = u32(s.share_offset), fold = u32(s.fold);
-  return {share_begin(shares, cx.blocks, offset, cx.block) * fold, share_begin(shares, cx.blocks, offset, cx.block + 1) * fold};
+  const u32 block = cx.block, shares = u32(s.groups) / u32(s.fold), offset = u32(s.share_offset), fold = u32(s.fold);
+  return {share_begin(shares, cx.blocks, offset, block) * fold, share_begin(shares, cx.blocks, offset, block + 1) * fold};
 }
 
 // Visits (batch, chunk): the loop nest that the loader and the consumers share. A block without rows still visits once,

@@ -30,14 +30,6 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
                           u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
 }
 
-// How a gather polls: units and extra vectors a thread has under way, and whether it wants the whole value.
-template <u32 kUnits_, u32 kExtras_, bool kWhole_>
-struct Poll {
-  static constexpr u32 kUnits = kUnits_;
-  static constexpr u32 kExtras = kExtras_;
-  static constexpr bool kWhole = kWhole_;
-};
-
 // Gathers features of a value into an activation buffer, columns past them as zeros. `begin` is a multiple of 8.
 template <class Wire, class P, class B>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
@@ -50,7 +42,7 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
   const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
-  gather_units<Wire, kTokens, P::kUnits, P::kExtras, P::kWhole, 1>(
+  gather_units<Wire, kTokens, P, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) {
         const smem_ptr<char> at = place(group, token);
@@ -72,7 +64,7 @@ MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 se
   if (first >= end) return;
   const Groups wanted = groups_of(first, end - first);
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(unit_offset<kTokens>(group, token, 0)); };
-  gather_units<Wire, kTokens, 1, 1, false, 1>(
+  gather_units<Wire, kTokens, Poll<1, 1, false>, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners_of(block.cx, e, wanted)}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) { store_unit<Wire>(place(group, token), x); },
       [&](u32, u32 group, u32 token, u16 bits) { store_last(place(group, token), bits); });

@@ -19,6 +19,8 @@ MK_PTX u32 num_blocks() { return host::rt.num_blocks; }
 MK_PTX u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size; }
 MK_PTX u32 cluster_size() { return host::rt.cluster_size; }
 
+MK_PTX u32 opaque(u32 v) { return v; }
+
 #else
 
 // Not volatile: the value never changes, so the compiler may keep it or read it again.
@@ -37,6 +39,12 @@ MK_SPECIAL(cluster_size, "%%cluster_nctarank")
 #undef MK_SPECIAL
 
 MK_PTX u32 warp_id() { return thread_id() / kWarpSize; }
+
+// The same value, but the compiler may not know: keeps it from holding derived values in registers across a whole kernel.
+MK_PTX u32 opaque(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 
 #endif
 
