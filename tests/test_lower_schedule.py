@@ -159,6 +159,7 @@ LOADER, CONSUMER = Role("loader", "loader", 1), Role("consumer", "consumer", 8)
         ("MK178", with_roles(LOADER, Role("late", "loader", 1), CONSUMER), "loader 'late' has no ring", "s.ring('late', stages="),
         ("MK179", with_roles(Role("loader", "loader", 2), CONSUMER), "the roles are loader (loader, 2 warps)", "use warps=1 for loaders"),
         ("MK188", lambda s: with_op(s, "o_proj", prefetch=Prefetch(l2_bytes=40)), "'o_proj' is 40 bytes", "a multiple of 16"),
+        ("MK240", lambda s: with_op(s, "attention", prefetch=Prefetch(l2_bytes=64)), "l2 prefetch of 'attention'", "prefetch the linears"),
         ("MK169", with_ring(stages=65), "ring 'weights' has 65 stages", "use at most 64 stages"),
     ],
 )

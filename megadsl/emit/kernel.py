@@ -15,7 +15,7 @@ from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.programs import instructions
-from megadsl.lower.shape import ident
+from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.resources import templates
 
@@ -54,6 +54,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
+        "begin_name": begin_name,
         "ring_name": lambda role: f"ring_{ident(role)}",
         "ring_type": lambda role: f"{_camel(role)}Ring",
         "reader_name": lambda role: f"read_{ident(role)}",

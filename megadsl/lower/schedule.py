@@ -65,6 +65,12 @@ BAD_ROLES = declare(
 )
 L2_UNIT = declare("MK188", "l2 prefetch of {op!r} is {bytes} bytes", "use a multiple of 16")
 
+L2_NOTHING = declare(
+    "MK240",
+    "l2 prefetch of {op!r}, which streams no weights of its own",
+    "prefetch the linears; cached KV rows and tables are not prefetched into L2",
+)
+
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MIN_REGISTERS = 128
 MAX_STAGES = 64
@@ -208,6 +214,8 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collec
             found.add(BAD_HINT, span, hint=op.prefetch.hint, op=op.op)
         if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
             found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
+        if op.prefetch.l2_bytes and not isinstance(graph.op(op.op), Linear):
+            found.add(L2_NOTHING, span, op=op.op)
         if op.prefetch.l2_bytes % L2_BYTES:
             found.add(L2_UNIT, span, op=op.op, bytes=op.prefetch.l2_bytes)
         if not 0 <= op.share_offset < blocks:

@@ -10,7 +10,7 @@ from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.memory import Memory
-from megadsl.lower.operands import vectors
+from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
 from megadsl.lower.tiling import tiling
 
@@ -21,6 +21,11 @@ CHUNK_ROWS = 16
 def ident(name: str) -> str:
     """A C identifier for an op, value or role name."""
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def begin_name(op: str, arg: str) -> str:
+    """Shape's member for where in its value an operand of a linear begins; only operands that are slices have one."""
+    return f"{ident(op)}_{ident(arg)}_begin"
 
 
 def float_bits(value: float) -> int:
@@ -110,6 +115,8 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
         tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
+    sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
+    found.extend(Record("mk::i32", begin_name(op.name, arg), (begin,), "first feature of a slice") for arg, begin in sliced)
     rotated = [i for i, p in enumerate(op.parts) if p.rope is not None]
     if rotated:
         begin = sum(p.rows for p in op.parts[: rotated[0]])

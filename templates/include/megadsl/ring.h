@@ -51,6 +51,7 @@ struct Loader {
   Cursor<R::kStages> issued;
   Cursor<R::kStages> landed;
   u32 in_flight = 0;
+  u32 last_site = 0;  // of the latest load, for the report of a drain that never ends
   u32 window;  // stages, at most the ring's: `landed` one round behind could not tell its parity
 
   MK_DEV Loader(const Context& context, R r, u32 window_bytes)
@@ -61,6 +62,7 @@ struct Loader {
       if (!retire(site, tile)) return;
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
     if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
+    last_site = site;
     ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
     ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
     issued.advance();
@@ -73,7 +75,7 @@ struct Loader {
       bool done = false;
       for (u32 polls = 0; !done && polls < kDrainPolls; ++polls) {
         done = ptx::mbar_try_wait(ring.full + landed.slot, landed.parity);
-        if (!done) ptx::poll_pause({~0u, cx.layer, 0, 0, 0});
+        if (!done) ptx::poll_pause({last_site, cx.layer, 0, 0, 0});
       }
     }
   }
