@@ -73,6 +73,7 @@ def test_step() -> None:
         "angle_rows": 100,
         "abort_word": area("abort"),
         "gates": area("gates"),
+        "meeting": area("meeting"),
         "stamps": len(s.plan.stamps),
     }
 
@@ -82,7 +83,7 @@ def test_shared_memory_and_rings() -> None:
     area = s.memory.offset
     names = structs()["mk::SmemShape"]
     assert fields("mk::SmemShape", "smem") == {name: area(name) for name in names}
-    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES}
+    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES, "meeting_window": WINDOW_BYTES}
     assert fields("mk::RingShape", "ring_loader") == ring
 
 

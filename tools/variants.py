@@ -1,6 +1,6 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, stages, splits, batch, warps, blocks, sync, l2 (KiB ahead for gate_up).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync, l2 (KiB ahead for gate_up).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -34,7 +34,7 @@ SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag
 def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
     """One override, in the words of mk.schedule."""
     match knob:
-        case "window" | "stages":
+        case "window" | "stages" | "meeting_window":
             s.ring("weights", **{knob: int(value)})
         case "warps":
             s.role("consumer", warps=int(value))

@@ -93,7 +93,7 @@ def _ring(schedule: Schedule, record: SetRing, found: Collector) -> Schedule:
     changes = dict(record.changes)
     if role in rings:
         rings[role] = _replaced_ring(rings[role], record.changes)
-    elif len(changes) == len(("stages", "stage_bytes", "window")):
+    elif {"stages", "stage_bytes", "window"} <= set(changes):
         rings[role] = _replaced_ring(Ring(role, 0, 0, 0), record.changes)
     else:
         found.add(RING_PARTIAL, record.span, role=role)
@@ -102,9 +102,7 @@ def _ring(schedule: Schedule, record: SetRing, found: Collector) -> Schedule:
 
 def _replaced_ring(ring: Ring, changes: Changes) -> Ring:
     values = {k: v for k, v in changes if isinstance(v, int)}
-    return Ring(
-        ring.name, values.get("stages", ring.stages), values.get("stage_bytes", ring.stage_bytes), values.get("window", ring.window)
-    )
+    return replace(ring, **values)
 
 
 def _warps(schedule: Schedule, record: SetCount, overrides: Overrides, found: Collector) -> Schedule:

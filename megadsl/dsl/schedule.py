@@ -85,10 +85,20 @@ class ScheduleBlock:
             self.choice("role kind", kind, KINDS, span)
         self.record(SetRole(name, self.checked("role warps", warps, 1, span), kind, span))
 
-    def ring(self, name: str, *, stages: int | _Keep = _KEEP, stage_bytes: int | _Keep = _KEEP, window: int | _Keep = _KEEP) -> None:
-        """A ring, by its name or its role's. ``window`` bounds the bytes in flight. Bit-identical."""
+    def ring(
+        self,
+        name: str,
+        *,
+        stages: int | _Keep = _KEEP,
+        stage_bytes: int | _Keep = _KEEP,
+        window: int | _Keep = _KEEP,
+        meeting_window: int | _Keep = _KEEP,
+    ) -> None:
+        """A ring, by its name or its role's. ``window`` bounds the bytes in flight, ``meeting_window`` around meetings of
+        blocks. Bit-identical."""
         span = caller_span()
-        self.record(SetRing(name, self.changes(1, span, stages=stages, stage_bytes=stage_bytes, window=window), span))
+        changes = self.changes(1, span, stages=stages, stage_bytes=stage_bytes, window=window, meeting_window=meeting_window)
+        self.record(SetRing(name, changes, span))
 
     def record(self, override: Override) -> None:
         self._records.append(override)

@@ -55,12 +55,15 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Ring:
-    """A shared-memory ring of bulk-copy stages. ``window`` bounds the bytes in flight (issued, not landed)."""
+    """A shared-memory ring of bulk-copy stages. ``window`` bounds the bytes in flight (issued, not landed);
+    ``meeting_window`` does so from the last tiles of an op until the next one's input is there, because every load of an
+    exchange queues behind the bytes in flight. 0: no other bound. Bit-identical."""
 
     name: str
     stages: int
     stage_bytes: int
     window: int
+    meeting_window: int = 0
 
 
 @dataclass(frozen=True)

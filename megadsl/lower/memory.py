@@ -90,6 +90,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     tokens, warps = graph.tokens, schedule.consumer.warps
     yield "abort", ABORT_BYTES
     yield "gates", 4 * len(graph.ops)
+    yield "meeting", 4
     for role, ring in schedule.rings:
         yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]

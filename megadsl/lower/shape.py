@@ -61,11 +61,11 @@ def build_shape(
     """All members of Shape, in order."""
     step = (
         schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
-        memory.offset("gates"), stamps,
+        memory.offset("gates"), memory.offset("meeting"), stamps,
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:
-        words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window)
+        words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
     records.extend(_exchange(e) for e in exchanges)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
@@ -78,7 +78,7 @@ def build_shape(
 
 
 def _smem(memory: Memory) -> tuple[int, ...]:
-    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars"))
+    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "meeting"))
 
 
 def _exchange(e: Exchange) -> Record:

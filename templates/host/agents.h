@@ -10,15 +10,15 @@ namespace mk::host {
 
 constexpr int kPoison = 0xff;  // NaN as bf16 and as fp32
 
-inline bool later(const Agent& a, const Agent& b) { return a.due != b.due ? a.due > b.due : a.order > b.order; }
+MK_FN bool later(const Agent& a, const Agent& b) { return a.due != b.due ? a.due > b.due : a.order > b.order; }
 
-inline u64 agent_delay() {
+MK_FN u64 agent_delay() {
   if (!rt.seeded) return 2;
   const u64 r = random_u64();
   return r % 8 == 0 ? r / 8 % 1024 : r / 8 % 32;
 }
 
-inline void issue(Agent a) {
+MK_FN void issue(Agent a) {
   a.due = rt.result->steps + agent_delay();
   a.order = rt.agents_issued++;
   std::memset(a.dst, kPoison, a.bytes);
@@ -26,7 +26,7 @@ inline void issue(Agent a) {
   std::push_heap(rt.agents.begin(), rt.agents.end(), later);
 }
 
-inline void issue_bulk_load(char* dst, const char* src, u32 bytes, char* barrier) {
+MK_FN void issue_bulk_load(char* dst, const char* src, u32 bytes, char* barrier) {
   if (bytes == 0 || bytes % 16 != 0) fault("bulk copy of %u bytes: must be a positive multiple of 16", bytes);
   check_shared(dst, bytes, 16);
   check_shared(barrier, 8, 8);
@@ -34,19 +34,19 @@ inline void issue_bulk_load(char* dst, const char* src, u32 bytes, char* barrier
   issue({0, 0, dst, src, bytes, barrier, {}});
 }
 
-inline void check_prefetch(const char* src, u32 bytes) {
+MK_FN void check_prefetch(const char* src, u32 bytes) {
   if (bytes == 0 || bytes % 16 != 0) fault("L2 prefetch of %u bytes: must be a positive multiple of 16", bytes);
   check_global(src, bytes, 16);
 }
 
-inline Block& block_at_rank(u32 rank) {
+MK_FN Block& block_at_rank(u32 rank) {
   if (rank >= rt.cluster_size) fault("rank %u in a cluster of %u blocks", rank, rt.cluster_size);
   return rt.block[static_cast<i32>(rank) - static_cast<i32>(rt.block->index % rt.cluster_size)];
 }
 
-inline char* map_to_rank(char* p, u32 rank) { return block_at_rank(rank).arena + (p - rt.block->arena); }
+MK_FN char* map_to_rank(char* p, u32 rank) { return block_at_rank(rank).arena + (p - rt.block->arena); }
 
-inline void check_cluster(const char* p, u32 bytes, u32 alignment) {
+MK_FN void check_cluster(const char* p, u32 bytes, u32 alignment) {
   for (u32 r = 0; r < rt.cluster_size; ++r) {
     const u64 offset = static_cast<u64>(p - block_at_rank(r).arena);
     if (offset < rt.smem_bytes && bytes <= rt.smem_bytes - offset && offset % alignment == 0) return;
@@ -54,7 +54,7 @@ inline void check_cluster(const char* p, u32 bytes, u32 alignment) {
   fault("st.async of %u bytes is misaligned or outside the cluster's shared memory", bytes);
 }
 
-inline void issue_store_async(char* dst, const void* value, u32 bytes, char* barrier) {
+MK_FN void issue_store_async(char* dst, const void* value, u32 bytes, char* barrier) {
   check_cluster(dst, bytes, bytes);
   check_cluster(barrier, 8, 8);
   Agent a{0, 0, dst, nullptr, bytes, barrier, {}};
@@ -62,7 +62,7 @@ inline void issue_store_async(char* dst, const void* value, u32 bytes, char* bar
   issue(a);
 }
 
-inline void complete_earliest_agent() {
+MK_FN void complete_earliest_agent() {
   std::pop_heap(rt.agents.begin(), rt.agents.end(), later);
   const Agent a = rt.agents.back();
   rt.agents.pop_back();

@@ -7,13 +7,13 @@
 
 namespace mk::host {
 
-inline void release_lanes(Warp& w) {
+MK_FN void release_lanes(Warp& w) {
   w.arrived = 0;
   w.ready = w.alive;
   w.collective = Collective::kNone;
 }
 
-inline __attribute__((noinline)) void open_collective(Warp& w, Collective kind, bool (*perform)(Warp&)) {
+MK_FN __attribute__((noinline)) void open_collective(Warp& w, Collective kind, bool (*perform)(Warp&)) {
   static const char* const names[] = {"none", "shuffle", "ballot", "syncwarp", "mma", "bar.sync"};
   if (w.arrived != 0) {
     fault("lanes of one warp are in different collectives: %s here, %s in lanes %#x", names[static_cast<u32>(kind)],
@@ -42,7 +42,7 @@ MK_PTX void rendezvous(Collective kind) {
 }
 
 // Lanes read shuffle_out after others have begun to fill shuffle_in for the next shuffle.
-inline bool perform_shuffle(Warp& w) {
+MK_FN bool perform_shuffle(Warp& w) {
   std::memcpy(w.shuffle_out, w.shuffle_in, sizeof w.shuffle_out);
   return true;
 }
@@ -56,7 +56,7 @@ MK_PTX u32 shuffle(u32 v, u32 lane) {
 
 MK_PTX u32 shuffle_xor(u32 v, u32 mask) { return shuffle(v, rt.lane->index ^ mask); }
 
-inline bool perform_ballot(Warp& w) {
+MK_FN bool perform_ballot(Warp& w) {
   w.ballot_out = w.ballot_in;
   w.ballot_in = 0;
   return true;
@@ -69,12 +69,12 @@ MK_PTX u32 ballot(bool p) {
   return w.ballot_out;
 }
 
-inline bool perform_sync(Warp&) { return true; }
+MK_FN bool perform_sync(Warp&) { return true; }
 
 MK_PTX void sync_warp() { rendezvous<perform_sync>(Collective::kSync); }
 
 // Counts whole warps, as the hardware does. The warp that completes the barrier releases the others.
-inline bool perform_barrier(Warp& w) {
+MK_FN bool perform_barrier(Warp& w) {
   Barrier& b = w.block->barriers[w.barrier_id];
   if (b.arrived != 0 && b.threads != w.barrier_threads) {
     fault("bar.sync %u with %u threads, but another warp waits there for %u", w.barrier_id, w.barrier_threads, b.threads);
@@ -96,7 +96,7 @@ inline bool perform_barrier(Warp& w) {
   return true;
 }
 
-inline void bar_sync(u32 id, u32 threads) {
+MK_FN void bar_sync(u32 id, u32 threads) {
   if (id >= kNumBarriers || threads == 0 || threads % kWarpSize != 0 || threads > rt.num_threads) {
     fault("bar.sync %u with %u threads in a block of %u", id, threads, rt.num_threads);
   }
@@ -106,7 +106,7 @@ inline void bar_sync(u32 id, u32 threads) {
   rendezvous<perform_barrier>(Collective::kBarrier);
 }
 
-inline void complete_cluster_if_all_arrived(ClusterBarrier& c) {
+MK_FN void complete_cluster_if_all_arrived(ClusterBarrier& c) {
   if (c.arrived != c.alive || c.alive == 0) return;
   c.arrived = 0;
   ++c.phase;
@@ -120,7 +120,7 @@ inline void complete_cluster_if_all_arrived(ClusterBarrier& c) {
   }
 }
 
-inline void cluster_arrive() {
+MK_FN void cluster_arrive() {
   Lane& me = *rt.lane;
   ClusterBarrier& c = *rt.block->cluster;
   if (me.cluster_phase > c.phase) fault("cluster_arrive twice without cluster_wait");
@@ -129,13 +129,13 @@ inline void cluster_arrive() {
   complete_cluster_if_all_arrived(c);
 }
 
-inline void cluster_wait() {
+MK_FN void cluster_wait() {
   Lane& me = *rt.lane;
   if (rt.block->cluster->phase < me.cluster_phase) block_lane(State::kCluster);
 }
 
 // The running lane leaves the kernel: collectives and cluster barriers no longer count it.
-inline void exit_lane() {
+MK_FN void exit_lane() {
   Lane& me = *rt.lane;
   Warp& w = *me.warp;
   me.state = State::kExited;

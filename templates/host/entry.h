@@ -13,12 +13,12 @@ struct SwitchBench {
 
 static SwitchBench switch_bench;
 
-inline void bounce() {
+MK_FN void bounce() {
   for (;;) switch_context(switch_bench.inside, switch_bench.outside);
 }
 
 // Wall time of one fiber switch, in nanoseconds.
-inline double measure_switch_ns() {
+MK_FN double measure_switch_ns() {
   constexpr int kRounds = 1 << 20;
   StackPool stack;
   if (!stack.reserve(1)) return -1.0;

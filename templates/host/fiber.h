@@ -41,7 +41,7 @@ MK_PTX void switch_context(Context& from, const Context& to) {
         "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "memory", "cc");
 }
 
-inline void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
+MK_FN void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
   // As if main had just been called: 16-byte alignment below a return address, which is null to end backtraces.
   void** top = reinterpret_cast<void**>(reinterpret_cast<u64>(stack + bytes) & ~u64{15}) - 1;
   *top = nullptr;
@@ -79,7 +79,7 @@ MK_PTX void switch_context(Context& from, const Context& to) {
         "v26", "v27", "v28", "v29", "v30", "v31", "memory", "cc");
 }
 
-inline void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
+MK_FN void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
   c = {reinterpret_cast<void*>(reinterpret_cast<u64>(stack + bytes) & ~u64{15}), nullptr, reinterpret_cast<void*>(main)};
 }
 
@@ -89,9 +89,9 @@ struct Context {
   ucontext_t state;
 };
 
-inline void switch_context(Context& from, const Context& to) { swapcontext(&from.state, &to.state); }
+MK_FN void switch_context(Context& from, const Context& to) { swapcontext(&from.state, &to.state); }
 
-inline void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
+MK_FN void make_context(Context& c, char* stack, u64 bytes, FiberMain main) {
   getcontext(&c.state);
   c.state.uc_stack.ss_sp = stack;
   c.state.uc_stack.ss_size = bytes;

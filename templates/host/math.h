@@ -8,31 +8,31 @@
 
 namespace mk::host {
 
-inline u32 as_u32(float v) {
+MK_FN u32 as_u32(float v) {
   u32 r;
   std::memcpy(&r, &v, sizeof r);
   return r;
 }
 
-inline float as_float(u32 v) {
+MK_FN float as_float(u32 v) {
   float r;
   std::memcpy(&r, &v, sizeof r);
   return r;
 }
 
-inline u16 round_bf16(float v) {
+MK_FN u16 round_bf16(float v) {
   const u32 bits = as_u32(v);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
   return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-inline float flush_subnormal(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
+MK_FN float flush_subnormal(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 
 // The device has one NaN.
-inline float canonical(float v) { return std::isnan(v) ? as_float(0x7fffffffu) : v; }
+MK_FN float canonical(float v) { return std::isnan(v) ? as_float(0x7fffffffu) : v; }
 
-inline float exp2_flushed(float v) { return canonical(flush_subnormal(std::exp2(flush_subnormal(v)))); }
+MK_FN float exp2_flushed(float v) { return canonical(flush_subnormal(std::exp2(flush_subnormal(v)))); }
 
-inline float rsqrt(float v) { return canonical(1.0f / std::sqrt(flush_subnormal(v))); }
+MK_FN float rsqrt(float v) { return canonical(1.0f / std::sqrt(flush_subnormal(v))); }
 
 }  // namespace mk::host

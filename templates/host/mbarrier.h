@@ -19,34 +19,34 @@ constexpr u64 kMbarMark = 1;
 constexpr long kTxLimit = (1 << 20) - 1;
 constexpr long kTxBias = kTxLimit;
 
-inline MbarWord mbar_read(const char* b) {
+MK_FN MbarWord mbar_read(const char* b) {
   MbarWord w;
   std::memcpy(&w, b, sizeof w);
   if (__builtin_expect(w.mark != kMbarMark, 0)) fault("mbarrier used before mbar_init, or overwritten");
   return w;
 }
 
-inline bool mbar_phase(const char* b) {
+MK_FN bool mbar_phase(const char* b) {
   MbarWord w;
   std::memcpy(&w, b, sizeof w);
   return w.phase != 0;
 }
 
-inline void mbar_init(char* b, u32 arrivals) {
+MK_FN void mbar_init(char* b, u32 arrivals) {
   check_shared(b, 8, 8);
   if (arrivals == 0 || arrivals > kTxLimit) fault("mbarrier initialised with %u arrivals (1 to %ld)", arrivals, kTxLimit);
   const MbarWord w{0, arrivals, arrivals, static_cast<u64>(kTxBias), kMbarMark};
   std::memcpy(b, &w, sizeof w);
 }
 
-inline void mbar_inval(char* b) {
+MK_FN void mbar_inval(char* b) {
   check_shared(b, 8, 8);
   mbar_read(b);
   std::memset(b, 0, 8);
 }
 
 // Writes the word back and completes the phase when nothing is missing any more.
-inline void mbar_update(char* b, MbarWord w) {
+MK_FN void mbar_update(char* b, MbarWord w) {
   const bool complete = w.pending == 0 && static_cast<long>(w.tx) == kTxBias;
   if (complete) {
     w.phase ^= 1;
@@ -56,14 +56,14 @@ inline void mbar_update(char* b, MbarWord w) {
   if (complete) changed(b, 8);
 }
 
-inline u64 mbar_add_tx(const MbarWord& w, long bytes) {
+MK_FN u64 mbar_add_tx(const MbarWord& w, long bytes) {
   const long tx = static_cast<long>(w.tx) - kTxBias + bytes;
   if (tx > kTxLimit || tx < -kTxLimit) fault("mbarrier transaction count %ld is out of range", tx);
   return static_cast<u64>(tx + kTxBias);
 }
 
 // One arrival, after expecting that many bytes.
-inline void mbar_arrive(char* b, u32 expect_bytes) {
+MK_FN void mbar_arrive(char* b, u32 expect_bytes) {
   check_shared(b, 8, 8);
   MbarWord w = mbar_read(b);
   if (w.pending == 0) fault("more arrivals on an mbarrier than the %u of its phase", static_cast<u32>(w.expected));
@@ -72,13 +72,13 @@ inline void mbar_arrive(char* b, u32 expect_bytes) {
   mbar_update(b, w);
 }
 
-inline void mbar_complete_tx(char* b, u32 bytes) {
+MK_FN void mbar_complete_tx(char* b, u32 bytes) {
   MbarWord w = mbar_read(b);
   w.tx = mbar_add_tx(w, -static_cast<long>(bytes));
   mbar_update(b, w);
 }
 
-inline bool mbar_poll(char* b, u32 parity) {
+MK_FN bool mbar_poll(char* b, u32 parity) {
   maybe_preempt();
   check_shared(b, 8, 8);
   const MbarWord w = mbar_read(b);

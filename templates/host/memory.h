@@ -5,18 +5,18 @@
 
 namespace mk::host {
 
-inline __attribute__((noinline, cold)) void fault_shared(const char* p, u32 bytes) {
+MK_FN __attribute__((noinline, cold)) void fault_shared(const char* p, u32 bytes) {
   const long offset = static_cast<long>(p - rt.block->arena);
   fault("shared memory access of %u bytes at offset %ld is misaligned or outside the block's %llu bytes", bytes, offset, rt.smem_bytes);
 }
 
-inline void check_shared(const char* p, u32 bytes, u32 alignment) {
+MK_FN void check_shared(const char* p, u32 bytes, u32 alignment) {
   const u64 offset = static_cast<u64>(p - rt.block->arena);
   const bool inside = offset < rt.smem_bytes && bytes <= rt.smem_bytes - offset;
   if (__builtin_expect((offset % alignment != 0) | !inside, 0)) fault_shared(p, bytes);
 }
 
-inline __attribute__((noinline, cold)) void check_global_slow(u64 address, u64 bytes, u32 alignment) {
+MK_FN __attribute__((noinline, cold)) void check_global_slow(u64 address, u64 bytes, u32 alignment) {
   if (address % alignment != 0) fault("global memory access of %llu bytes at %#llx is misaligned", bytes, address);
   for (u32 i = 0; i < kBufferCount; ++i) {
     const u64 base = reinterpret_cast<u64>(rt.args->buffers[i]);
@@ -38,7 +38,7 @@ inline __attribute__((noinline, cold)) void check_global_slow(u64 address, u64 b
         rt.args->buffer_bytes[nearest]);
 }
 
-inline void check_global(const void* p, u64 bytes, u32 alignment) {
+MK_FN void check_global(const void* p, u64 bytes, u32 alignment) {
   const u64 address = reinterpret_cast<u64>(p);
   const u64 offset = address - rt.global_base;
   const bool inside = offset < rt.global_span && bytes <= rt.global_span - offset;
@@ -46,7 +46,7 @@ inline void check_global(const void* p, u64 bytes, u32 alignment) {
 }
 
 template <class V>
-inline V load_shared(const char* p) {
+MK_FN V load_shared(const char* p) {
   check_shared(p, sizeof(V), sizeof(V));
   V v;
   std::memcpy(&v, p, sizeof v);
@@ -54,14 +54,14 @@ inline V load_shared(const char* p) {
 }
 
 template <class V>
-inline void store_shared(char* p, V v) {
+MK_FN void store_shared(char* p, V v) {
   check_shared(p, sizeof(V), sizeof(V));
   std::memcpy(p, &v, sizeof v);
   changed(p, sizeof(V));
 }
 
 template <class V>
-inline V load_global(const V* p) {
+MK_FN V load_global(const V* p) {
   check_global(p, sizeof(V), sizeof(V));
   V v;
   std::memcpy(&v, p, sizeof v);
@@ -69,7 +69,7 @@ inline V load_global(const V* p) {
 }
 
 template <class V>
-inline void store_global(V* p, V v) {
+MK_FN void store_global(V* p, V v) {
   check_global(p, sizeof(V), sizeof(V));
   std::memcpy(static_cast<void*>(p), &v, sizeof v);
   changed(p, sizeof(V));

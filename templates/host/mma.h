@@ -21,7 +21,7 @@ MK_PTX bool all_zero(const Word8& w) {
   return (part[0] | part[1] | part[2] | part[3]) == 0;
 }
 
-MK_CLONES static void multiply(MmaOperands& s) {
+MK_CLONES MK_RAW static void multiply(MmaOperands& s) {
   Float8 b[16];
   Word8 infinite = {};
   for (int p = 0; p < 8; ++p) {
@@ -53,7 +53,7 @@ MK_CLONES static void multiply(MmaOperands& s) {
   s.rows = 0;
 }
 
-inline bool perform_mma(Warp& w) {
+MK_FN bool perform_mma(Warp& w) {
   multiply(w.mma);
   return true;
 }

@@ -129,7 +129,7 @@ struct Runtime {
 static Runtime rt;
 
 // xorshift64*
-inline u64 random_u64() {
+MK_FN u64 random_u64() {
   u64 x = rt.random_state;
   x ^= x >> 12;
   x ^= x << 25;
@@ -138,13 +138,13 @@ inline u64 random_u64() {
   return x * 0x2545f4914f6cdd1dull >> 16;
 }
 
-inline void enqueue(Warp& w) {
+MK_FN void enqueue(Warp& w) {
   if (w.queued) return;
   w.queued = true;
   rt.queue[rt.queue_tail++ & rt.queue_mask] = &w;
 }
 
-inline __attribute__((noinline)) void run_distant_lane() {
+MK_FN __attribute__((noinline)) void run_distant_lane() {
   Lane& me = *rt.lane;
   const u32 ready = me.warp->ready;
   if (ready == 0) {
@@ -171,33 +171,33 @@ MK_PTX void run_others() {
   switch_context(me.context, next.context);
 }
 
-inline __attribute__((noinline)) void block_lane(State why) {
+MK_FN __attribute__((noinline)) void block_lane(State why) {
   Lane& me = *rt.lane;
   me.state = why;
   me.warp->ready &= ~me.bit;
   run_others();
 }
 
-inline void make_ready(Lane& l) {
+MK_FN void make_ready(Lane& l) {
   l.state = State::kReady;
   l.warp->ready |= l.bit;
   if (l.warp != rt.warp) enqueue(*l.warp);
 }
 
 // The whole warp goes to the end of the queue; its running lane stays ready.
-inline __attribute__((noinline)) void preempt() {
+MK_FN __attribute__((noinline)) void preempt() {
   Lane& me = *rt.lane;
   enqueue(*me.warp);
   switch_context(me.context, rt.scheduler);
 }
 
 // Under a seed, a warp may lose its turn wherever others can see what it does.
-inline void maybe_preempt() {
+MK_FN void maybe_preempt() {
   if (rt.seeded && random_u64() % 16 == 0) preempt();
 }
 
 // The kernel did what the hardware forbids: end the launch with a message. From a lane this does not return.
-inline __attribute__((format(printf, 1, 2), noinline, cold)) void fault(const char* format, ...) {
+MK_FN __attribute__((format(printf, 1, 2), noinline, cold)) void fault(const char* format, ...) {
   if (!rt.failed) {
     char* out = rt.result->message;
     int n = 0;

@@ -27,14 +27,14 @@ struct Machine {
   }
 };
 
-inline void lane_main() {
+MK_FN void lane_main() {
   rt.entry();
   const u64 fiber = static_cast<u64>(rt.block->index) * rt.num_threads + rt.lane->thread;
   if (!rt.stacks.intact(fiber)) fault("stack overflow: the kernel's locals need more than %llu bytes", StackPool::kStackBytes);
   exit_lane();
 }
 
-inline void build_warp(Machine& m, Block& block, u32 index) {
+MK_FN void build_warp(Machine& m, Block& block, u32 index) {
   Warp& w = m.warps[static_cast<u64>(block.index) * (rt.num_threads / kWarpSize) + index];
   w.block = &block;
   w.index = index;
@@ -62,7 +62,7 @@ inline void build_warp(Machine& m, Block& block, u32 index) {
   enqueue(w);
 }
 
-inline bool build(Machine& m, const LaunchArgs& a) {
+MK_FN bool build(Machine& m, const LaunchArgs& a) {
   const u64 warps = a.threads / kWarpSize;
   const u64 lanes = static_cast<u64>(a.blocks) * a.threads;
   const u64 stride = (a.smem_bytes + 1023ull) / 1024 * 1024;
@@ -91,7 +91,7 @@ inline bool build(Machine& m, const LaunchArgs& a) {
   return true;
 }
 
-inline void reset_runtime(const LaunchArgs& a, void (*entry)()) {
+MK_FN void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   rt.lane = nullptr;
   rt.warp = nullptr;
   rt.block = nullptr;
@@ -124,7 +124,7 @@ inline void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   r.message[0] = 0;
 }
 
-inline Warp* next_warp() {
+MK_FN Warp* next_warp() {
   const u64 runnable = rt.queue_tail - rt.queue_head;
   if (runnable == 0) return nullptr;
   if (rt.seeded) {
@@ -135,7 +135,7 @@ inline Warp* next_warp() {
   return w;
 }
 
-inline void resume(Warp& w) {
+MK_FN void resume(Warp& w) {
   LaunchResult& r = *rt.result;
   ++r.steps;
   rt.now_ns += kStepNs;
@@ -148,14 +148,14 @@ inline void resume(Warp& w) {
   rt.warp = nullptr;
 }
 
-inline void report(const Warp& w, u32 lane, const WaitInfo& i) {
+MK_FN void report(const Warp& w, u32 lane, const WaitInfo& i) {
   LaunchResult& r = *rt.result;
   if (r.hang_count == r.hang_capacity) return;
   r.hangs[r.hang_count++] = {i.site, w.block->index, w.index, lane, i.layer, i.tile, i.expected, i.observed};
 }
 
 // One record per warp and distinct wait, for the lowest lane that is in it.
-inline void report_warp(const Warp& w) {
+MK_FN void report_warp(const Warp& w) {
   std::vector<WaitInfo> seen;
   for (const Lane& l : w.lanes) {
     WaitInfo i;
@@ -179,7 +179,7 @@ inline void report_warp(const Warp& w) {
 }
 
 // From now on every pause answers "leave"; the kernel's own code runs to its end.
-inline void abort_launch(Machine& m) {
+MK_FN void abort_launch(Machine& m) {
   for (const Warp& w : m.warps) report_warp(w);
   rt.aborted = true;
   for (Warp& w : m.warps) {
@@ -190,7 +190,7 @@ inline void abort_launch(Machine& m) {
 }
 
 // Lanes that any change may wake are looked at only when nobody else can run.
-inline bool wake_unspecific(Machine& m) {
+MK_FN bool wake_unspecific(Machine& m) {
   bool woken = false;
   for (Warp& w : m.warps) {
     for (Lane& l : w.lanes) {
@@ -202,7 +202,7 @@ inline bool wake_unspecific(Machine& m) {
   return woken;
 }
 
-inline int schedule(Machine& m) {
+MK_FN int schedule(Machine& m) {
   LaunchResult& r = *rt.result;
   u64 limit = rt.args->step_limit != 0 ? rt.args->step_limit : ~0ull;
   while (rt.live_lanes != 0 && !rt.failed) {
@@ -227,7 +227,7 @@ inline int schedule(Machine& m) {
   return rt.failed ? kFault : kOk;
 }
 
-inline int run(const LaunchArgs* a, u32 shape_bytes, void (*entry)()) {
+MK_FN int run(const LaunchArgs* a, u32 shape_bytes, void (*entry)()) {
   static std::mutex one_launch;
   const std::lock_guard<std::mutex> lock(one_launch);
   if (a->blocks == 0 || a->threads == 0 || a->threads % kWarpSize != 0 || a->threads > 1024 || a->cluster == 0 ||

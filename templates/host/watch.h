@@ -41,12 +41,12 @@ struct alignas(64) Poll {
   }
 };
 
-inline WatchRecord*& bucket_of(const char* address) {
+MK_FN WatchRecord*& bucket_of(const char* address) {
   const u64 granule = reinterpret_cast<u64>(address) >> 4;
   return rt.watchers[(granule ^ granule >> 12) % kWatchBuckets];
 }
 
-inline WatchRecord* record_poll(const char* address, u32 bytes) {
+MK_FN WatchRecord* record_poll(const char* address, u32 bytes) {
   Poll& p = *rt.lane->poll;
   if (p.count == kMaxWatched) {
     p.any = true;
@@ -60,15 +60,15 @@ inline WatchRecord* record_poll(const char* address, u32 bytes) {
 }
 
 template <class V>
-inline void polled(const void* address, const V& value) {
+MK_FN void polled(const void* address, const V& value) {
   if (WatchRecord* r = record_poll(static_cast<const char*>(address), sizeof(V))) std::memcpy(r->seen, &value, sizeof(V));
 }
 
-inline void polled_phase(const char* barrier, bool phase) {
+MK_FN void polled_phase(const char* barrier, bool phase) {
   if (WatchRecord* r = record_poll(barrier, 0)) r->seen[0] = phase;
 }
 
-inline void wake(Lane& l) {
+MK_FN void wake(Lane& l) {
   Poll& p = *l.poll;
   for (u32 i = 0; i < p.count; ++i) {
     WatchRecord& r = p.records[i];
@@ -80,7 +80,7 @@ inline void wake(Lane& l) {
   make_ready(l);
 }
 
-inline __attribute__((noinline)) void wake_watchers(const char* address, u32 bytes) {
+MK_FN __attribute__((noinline)) void wake_watchers(const char* address, u32 bytes) {
   bool again = true;
   while (again) {  // waking a lane unlinks all its records, so the walk starts anew
     again = false;
@@ -96,13 +96,13 @@ inline __attribute__((noinline)) void wake_watchers(const char* address, u32 byt
 }
 
 // Call after every change of memory that another thread may poll; at most 16 bytes, aligned to their size.
-inline void changed(const void* address, u32 bytes) {
+MK_FN void changed(const void* address, u32 bytes) {
   ++rt.changes;
   const char* a = static_cast<const char*>(address);
   if (bucket_of(a) != nullptr) wake_watchers(a, bytes);
 }
 
-inline bool anything_new(const Poll& p) {
+MK_FN bool anything_new(const Poll& p) {
   if (p.any) return rt.changes != p.since;
   for (u32 i = 0; i < p.count; ++i) {
     if (p.records[i].differs()) return true;
@@ -110,7 +110,7 @@ inline bool anything_new(const Poll& p) {
   return false;
 }
 
-inline void link_records(Lane& l) {
+MK_FN void link_records(Lane& l) {
   Poll& p = *l.poll;
   for (u32 i = 0; i < p.count; ++i) {
     WatchRecord& r = p.records[i];
@@ -123,7 +123,7 @@ inline void link_records(Lane& l) {
   }
 }
 
-inline bool poll_pause(const WaitInfo& info) {
+MK_FN bool poll_pause(const WaitInfo& info) {
   Lane& me = *rt.lane;
   Poll& p = *me.poll;
   p.info = info;

@@ -12,9 +12,19 @@
 #define MK_DEV inline
 #define MK_PTX inline __attribute__((always_inline))  // a fiber switch inside a called function would make its return mispredict
 #define MK_NOINLINE __attribute__((noinline))
+#if defined(MK_DETECT)
+#define MK_RAW __attribute__((no_sanitize("thread")))  // reports its accesses itself
+#define MK_OP inline __attribute__((noinline)) MK_RAW  // its return address names the line of the kernel
+#define MK_FN inline MK_RAW
+#else
+#define MK_RAW
+#define MK_OP MK_PTX
+#define MK_FN inline
+#endif
 #else
 #define MK_DEV __device__ __forceinline__
 #define MK_PTX MK_DEV
+#define MK_OP MK_PTX
 #define MK_NOINLINE __device__ __noinline__
 #endif
 

@@ -21,6 +21,7 @@ struct SmemShape {
   i32 staged;       // results on their way out, as units
   i32 kept;         // own rows of an epilogue's other operand, as units
   i32 scalars;      // row reductions and the winners of argmax
+  i32 meeting;      // StepShape::meeting
 };
 
 template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_>
@@ -43,6 +44,11 @@ struct Block {
 
   // Every consumer warp arrives, also after the launch was given up: waits then fall through, so partners always come.
   MK_DEV void sync() const { ptx::bar_sync(kBarrier, kThreads); }
+
+  // Tells the loaders that the block is about to meet others, or that it has met them.
+  MK_DEV void meeting(i32 word, bool ahead) const {
+    if (thread == 0) ptx::st_shared_volatile(at<u32>(word), ahead ? 1u : 0u);
+  }
 
   template <class T>
   MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }

@@ -10,12 +10,13 @@
 
 namespace mk {
 
-// One ring, as data: byte offsets in shared memory (tape: its loader's entries) and the bytes that may be in flight.
+// One ring, as data: byte offsets in shared memory (tape: its loader's entries) and the bytes that may be in flight, around meetings too.
 struct RingShape {
   i32 stages;
   i32 barriers;
   i32 tape;
   i32 window;
+  i32 meeting_window;
 };
 
 // What belongs to the launch rather than to an op.
@@ -27,6 +28,7 @@ struct StepShape {
   i32 angle_rows;  // rows of the table in memory
   i32 abort_word;  // shared memory
   i32 gates;       // shared memory: one word per op whose loads wait for the op to begin
+  i32 meeting;     // shared memory: not 0 while the consumers are about to meet other blocks
   i32 stamps;      // stamps per block and layer
 };
 

@@ -136,8 +136,8 @@ struct Tiles {
 // Consumes the tiles of row groups [first, last) of one chunk and leaves each group's partial sums. Where a group is one
 // tile, tiles of neighbouring groups go together.
 template <class G, class B, class R>
-MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk,
-                          smem_ptr<char> activations, smem_ptr<float> partials) {
+MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, smem_ptr<char> activations,
+                          smem_ptr<float> partials, i32 meeting, bool ends_op) {
   constexpr u32 kAtOnce = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
   constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
   constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kAtOnce == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
@@ -146,6 +146,7 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
 #pragma unroll 1
   while (group < last) {
     const u32 count = min_u32(kAtOnce, kSingle ? last - group : G::kPieces - piece);
+    if (ends_op && group + (kSingle ? count : 1) >= last && (kSingle || piece + count >= G::kPieces)) block.meeting(meeting, true);
     const u32 tile = group * u32(s.pieces) + chunk * G::kPieces + piece;
     smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
 #pragma unroll
@@ -205,8 +206,9 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
       if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
       gather(chunk * kChunkColumns, kChunkColumns);
       block.sync();
+      block.meeting(smem.meeting, false);
     }
-    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials);
+    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, smem.meeting, last == own.end && chunk + 1 == chunks);
     if (chunk + 1 == chunks) {
       block.sync();
       finish_batch(block, partials, first, last, epilogue);

@@ -41,6 +41,19 @@ struct Cursor {
   }
 };
 
+// How much may be in flight: less while the consumers are about to meet other blocks, since the loads of an exchange queue
+// behind it. Bytes, or stages where a loader counts in them.
+struct Window {
+  u32 usual, at_meetings;
+  smem_ptr<u32> meeting;  // not 0 around a meeting
+
+  // At least one stage, and at most the ring's: one round behind, a loader could not tell the parity of what it waits for.
+  MK_DEV Window in_stages(u32 stage_bytes, u32 stages) const {
+    return {min_u32(max_u32(usual / stage_bytes, 1), stages), min_u32(max_u32(at_meetings / stage_bytes, 1), stages), meeting};
+  }
+  MK_DEV u32 now() const { return usual == at_meetings || ptx::ld_shared_volatile(meeting) == 0 ? usual : at_meetings; }
+};
+
 // The producing end. One lane uses it.
 template <class R>
 struct Loader {
@@ -52,13 +65,12 @@ struct Loader {
   Cursor<R::kStages> landed;
   u32 in_flight = 0;
   u32 last_site = 0;  // of the latest load, for the report of a drain that never ends
-  u32 window;  // stages, at most the ring's: `landed` one round behind could not tell its parity
+  Window window;
 
-  MK_DEV Loader(const Context& context, R r, u32 window_bytes)
-      : cx(context), ring(r), window(min_u32(max_u32(window_bytes / R::kStageBytes, 1), R::kStages)) {}
+  MK_DEV Loader(const Context& context, R r, Window bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
-    while (in_flight >= window)
+    while (in_flight >= window.now())
       if (!retire(site, tile)) return;
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
     if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read

@@ -48,8 +48,8 @@ struct Tape {
   u32 size = 0;
   u32 kv_len;
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, u32 window_bytes, u32 cached_rows)
-      : cx(context), buffers(b), loader(context, ring, window_bytes), entries(at), kv_len(cached_rows) {}
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, u32 cached_rows)
+      : cx(context), buffers(b), loader(context, ring, window), entries(at), kv_len(cached_rows) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);

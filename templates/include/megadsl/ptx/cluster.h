@@ -13,19 +13,19 @@ namespace mk::ptx {
 #if defined(MK_HOST)
 
 template <class T>
-MK_PTX cluster_ptr<T> mapa(smem_ptr<T> p, u32 rank) {
+MK_OP cluster_ptr<T> mapa(smem_ptr<T> p, u32 rank) {
   return {host::map_to_rank(p.address, rank)};
 }
 
 template <class V>
-MK_PTX void st_async(cluster_ptr<V> dst, V v, cluster_ptr<u64> bar) {
+MK_OP void st_async(cluster_ptr<V> dst, V v, cluster_ptr<u64> bar) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "st.async stores 4, 8 or 16 bytes");
   host::issue_store_async(dst.address, &v, sizeof(V), bar.address);
   host::maybe_preempt();
 }
 
-MK_PTX void cluster_arrive() { host::cluster_arrive(); }
-MK_PTX void cluster_wait() { host::cluster_wait(); }
+MK_OP void cluster_arrive() { host::cluster_arrive(); }
+MK_OP void cluster_wait() { host::cluster_wait(); }
 
 #else
 

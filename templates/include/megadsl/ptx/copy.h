@@ -11,16 +11,16 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_PTX u64 policy_evict_first() { return 0; }
-MK_PTX u64 policy_evict_normal() { return 0; }
-MK_PTX u64 policy_evict_last() { return 0; }
+MK_OP u64 policy_evict_first() { return 0; }
+MK_OP u64 policy_evict_normal() { return 0; }
+MK_OP u64 policy_evict_last() { return 0; }
 
-MK_PTX void bulk_load(smem_ptr<char> dst, const char* src, u32 bytes, smem_ptr<u64> bar, u64) {
+MK_OP void bulk_load(smem_ptr<char> dst, const char* src, u32 bytes, smem_ptr<u64> bar, u64) {
   host::issue_bulk_load(dst.address, src, bytes, bar.address);
   host::maybe_preempt();
 }
 
-MK_PTX void bulk_prefetch_l2(const char* src, u32 bytes) { host::check_prefetch(src, bytes); }
+MK_OP void bulk_prefetch_l2(const char* src, u32 bytes) { host::check_prefetch(src, bytes); }
 
 #else
 

@@ -7,7 +7,7 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 #define MK_FENCE(name, instruction) \
-  MK_PTX void name() {}
+  MK_OP void name() {}
 #else
 #define MK_FENCE(name, instruction) \
   MK_PTX void name() { asm volatile(instruction ";" ::: "memory"); }

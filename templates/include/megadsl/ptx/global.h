@@ -12,22 +12,22 @@ namespace mk::ptx {
 #if defined(MK_HOST)
 
 template <class V>
-MK_PTX V ld_global(const V* p) {
+MK_OP V ld_global(const V* p) {
   return host::load_global<V>(p);
 }
 
 template <class V>
-MK_PTX V ld_global_nc(const V* p) {
+MK_OP V ld_global_nc(const V* p) {
   return host::load_global<V>(p);
 }
 
 template <class V>
-MK_PTX void st_global(V* p, V v) {
+MK_OP void st_global(V* p, V v) {
   host::store_global<V>(p, v);
 }
 
 template <class V>
-MK_PTX V ld_relaxed(const V* p) {
+MK_OP V ld_relaxed(const V* p) {
   host::maybe_preempt();
   const V v = host::load_global<V>(p);
   host::polled(p, v);
@@ -35,23 +35,23 @@ MK_PTX V ld_relaxed(const V* p) {
 }
 
 template <class V>
-MK_PTX void st_relaxed(V* p, V v) {
+MK_OP void st_relaxed(V* p, V v) {
   host::store_global<V>(p, v);
   host::maybe_preempt();
 }
 
-MK_PTX u32 ld_acquire(const u32* p) { return ld_relaxed<u32>(p); }
+MK_OP u32 ld_acquire(const u32* p) { return ld_relaxed<u32>(p); }
 
-MK_PTX void st_release(u32* p, u32 v) { st_relaxed<u32>(p, v); }
+MK_OP void st_release(u32* p, u32 v) { st_relaxed<u32>(p, v); }
 
-MK_PTX u32 atom_cas(u32* p, u32 expect, u32 value) {
+MK_OP u32 atom_cas(u32* p, u32 expect, u32 value) {
   host::maybe_preempt();
   const u32 old = host::load_global<u32>(p);
   if (old == expect) host::store_global<u32>(p, value);
   return old;
 }
 
-MK_PTX u32 atom_add(u32* p, u32 value) {
+MK_OP u32 atom_add(u32* p, u32 value) {
   host::maybe_preempt();
   const u32 old = host::load_global<u32>(p);
   host::store_global<u32>(p, old + value);

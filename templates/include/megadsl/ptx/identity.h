@@ -11,13 +11,13 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_PTX u32 thread_id() { return host::rt.lane->thread; }
-MK_PTX u32 lane_id() { return host::rt.lane->index; }
-MK_PTX u32 warp_id() { return host::rt.lane->thread / kWarpSize; }
-MK_PTX u32 block_id() { return host::rt.block->index; }
-MK_PTX u32 num_blocks() { return host::rt.num_blocks; }
-MK_PTX u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size; }
-MK_PTX u32 cluster_size() { return host::rt.cluster_size; }
+MK_OP u32 thread_id() { return host::rt.lane->thread; }
+MK_OP u32 lane_id() { return host::rt.lane->index; }
+MK_OP u32 warp_id() { return host::rt.lane->thread / kWarpSize; }
+MK_OP u32 block_id() { return host::rt.block->index; }
+MK_OP u32 num_blocks() { return host::rt.num_blocks; }
+MK_OP u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size; }
+MK_OP u32 cluster_size() { return host::rt.cluster_size; }
 
 MK_PTX u32 opaque(u32 v) { return v; }
 

@@ -15,7 +15,7 @@ namespace mk::ptx {
 //   b0: B[2q.., g], b1: B[2q + 8.., g]
 //   c[0..1]: C[g, 2q..], c[2..3]: C[g + 8, 2q..]
 // The order in which the device adds the 16 products is its own; the host adds them in order of k.
-MK_PTX void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+MK_OP void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if defined(MK_HOST)
   host::mma_m16n8k16(c, a0, a1, a2, a3, b0, b1);
 #else

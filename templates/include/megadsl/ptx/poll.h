@@ -11,7 +11,7 @@ namespace mk::ptx {
 
 // Call after a failed poll. Device: false, no code. Host: parks the calling thread until something it polled since its
 // last pause may have changed; true iff the launch is being given up (a deadlock was found), and the caller must leave.
-MK_PTX bool poll_pause(const WaitInfo& info) {
+MK_OP bool poll_pause(const WaitInfo& info) {
 #if defined(MK_HOST)
   return host::poll_pause(info);
 #else

@@ -41,25 +41,25 @@ struct cluster_ptr {
 
 #if defined(MK_HOST)
 
-MK_PTX smem_ptr<char> smem_base() { return {host::rt.block->arena}; }
+MK_OP smem_ptr<char> smem_base() { return {host::rt.block->arena}; }
 
 template <class V>
-MK_PTX V ld_shared(smem_ptr<V> p) {
+MK_OP V ld_shared(smem_ptr<V> p) {
   return host::load_shared<V>(p.address);
 }
 
 template <class V>
-MK_PTX void st_shared(smem_ptr<V> p, V v) {
+MK_OP void st_shared(smem_ptr<V> p, V v) {
   host::store_shared<V>(p.address, v);
 }
 
-MK_PTX u32 ld_shared_volatile(smem_ptr<u32> p) {
+MK_OP u32 ld_shared_volatile(smem_ptr<u32> p) {
   const u32 v = host::load_shared<u32>(p.address);
   host::polled(p.address, v);
   return v;
 }
 
-MK_PTX void st_shared_volatile(smem_ptr<u32> p, u32 v) { host::store_shared<u32>(p.address, v); }
+MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) { host::store_shared<u32>(p.address, v); }
 
 #else
 

@@ -11,8 +11,8 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_PTX u64 globaltimer() { return host::rt.now_ns; }
-MK_PTX u64 clock64() { return host::rt.now_ns; }
+MK_OP u64 globaltimer() { return host::rt.now_ns; }
+MK_OP u64 clock64() { return host::rt.now_ns; }
 
 #else
 

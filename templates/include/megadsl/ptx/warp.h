@@ -11,13 +11,13 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_PTX u32 shfl_xor(u32 v, u32 mask) { return host::shuffle_xor(v, mask); }
-MK_PTX u32 shfl(u32 v, u32 lane) { return host::shuffle(v, lane); }
-MK_PTX float shfl_xor(float v, u32 mask) { return host::as_float(host::shuffle_xor(host::as_u32(v), mask)); }
-MK_PTX float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::as_u32(v), lane)); }
-MK_PTX u32 ballot(bool p) { return host::ballot(p); }
-MK_PTX bool any(bool p) { return host::ballot(p) != 0; }
-MK_PTX void syncwarp() { host::sync_warp(); }
+MK_OP u32 shfl_xor(u32 v, u32 mask) { return host::shuffle_xor(v, mask); }
+MK_OP u32 shfl(u32 v, u32 lane) { return host::shuffle(v, lane); }
+MK_OP float shfl_xor(float v, u32 mask) { return host::as_float(host::shuffle_xor(host::as_u32(v), mask)); }
+MK_OP float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::as_u32(v), lane)); }
+MK_OP u32 ballot(bool p) { return host::ballot(p); }
+MK_OP bool any(bool p) { return host::ballot(p) != 0; }
+MK_OP void syncwarp() { host::sync_warp(); }
 
 #else
 

@@ -1,0 +1,161 @@
+"""The plan as the device sees it: split functions, shares and sizes, read from the words of Shape that the kernel reads.
+
+The functions here are twins of those in templates/include/megadsl/ (layout.h, attention.h, linear.h); tests compare them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megadsl.ir.graph import Attention, Linear
+from megadsl.ir.plan import Exchange, Instr, LayerLoop, Phase, Plan, Program
+from megadsl.lower.schedule import share_begin, share_owner
+from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.tiling import GROUP_ROWS
+from megadsl.types import ceil_div
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The words of mk::LinearShape that say who computes what."""
+
+    groups: int
+    fold: int
+    share_offset: int
+    columns: int
+    tile_columns: int
+    pieces: int
+    chunk_pieces: int
+
+    @property
+    def chunks(self) -> int:
+        return self.pieces // self.chunk_pieces
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The words of mk::AttentionShape and mk::MergeShape that say who computes what, and where in shared memory."""
+
+    kv_heads: int
+    splits: int
+    begins: tuple[int, int, int]
+    scratch: int
+    queries: int
+    fresh: int
+    rows: int
+    merge_groups: int
+    merge_offset: int
+
+    @property
+    def units(self) -> int:
+        return self.kv_heads * self.splits
+
+    def passes(self, warps: int) -> int:
+        """Times a unit's rows are streamed; mk::attention_passes."""
+        return ceil_div(ceil_div(self.rows, 16), warps)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction as it runs: its layer (None outside the loop) and the names its round may use."""
+
+    instr: Instr
+    layer: int | None
+    names: dict[str, int]
+
+    def round(self, argument: str = "round") -> int:
+        return evaluate(str(self.instr.args[argument]), self.names)
+
+
+class Device:
+    """A plan and what its blocks make of it. ``layers`` are unrolled, as many as the caller asks for, at most the model's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.blocks = plan.schedule.blocks
+        self.tokens = plan.tunables.tokens
+        self.consumer = next(p for p in plan.programs if p.kind == "consumer")
+        self.warps = self.consumer.warps
+        self.records = {r.name: r.words for r in plan.shape}
+        self.exchanges = {e.name: e for e in plan.exchanges}
+
+    def matrix(self, op: str) -> Matrix:
+        w = self.records[ident(op)]
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10])
+
+    def heads(self, op: str) -> Heads:
+        w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
+        return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1])
+
+    def shares(self, groups: int, offset: int) -> list[int]:
+        """First item of every block, and the end of the last's."""
+        return [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
+
+    def op(self, name: str) -> Any:
+        return self.plan.graph.op(name)
+
+    @cached_property
+    def ops(self) -> tuple[list[Linear], list[Attention]]:
+        ops = self.plan.graph.ops
+        return [o for o in ops if isinstance(o, Linear)], [o for o in ops if isinstance(o, Attention)]
+
+    def owners(self, e: Exchange, begin: int, features: int) -> tuple[int, int]:
+        """Blocks [first, end) that own a part of the features; mk::owners_of."""
+        if features <= 0:
+            return 0, 0
+        first, count = begin // GROUP_ROWS, ceil_div(features, GROUP_ROWS)
+        found = [share_owner(e.groups, self.blocks, e.share_offset, g) for g in (first, first + count - 1)]
+        return found[0], found[1] + 1
+
+    def steps(self, program: Program, layers: int, epoch: int = 1) -> Iterator[Step]:
+        """Every instruction in program order, a prologue's left inside its linear, over ``layers`` layers."""
+        for item in program.body:
+            count = layers if isinstance(item, LayerLoop) else 1
+            for layer in range(count):
+                looped = isinstance(item, LayerLoop)
+                names = {"epoch": epoch, "layers": layers, "layer": layer}
+                for phase in item.body if isinstance(item, LayerLoop) else (item,):
+                    yield from (Step(i, layer if looped else None, names) for i in _of(phase))
+
+
+def _of(phase: Phase) -> tuple[Instr, ...]:
+    return phase.body
+
+
+def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:
+    """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
+    head, split = divmod(unit, splits)
+    chunks = ceil_div(kv_len, CHUNK_ROWS)
+    return head, chunks * split // splits, chunks * (split + 1) // splits, split + 1 == splits
+
+
+def evaluate(expression: str, names: dict[str, int]) -> int:
+    """A round: integers and names under +, - and *."""
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return names[name]
+            case ast.BinOp(left=left, op=op, right=right):
+                a, b = value(left), value(right)
+                return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
+        raise AssertionError(f"no round: {expression!r}")
+
+    return value(ast.parse(expression, mode="eval").body)
+
+
+def prologue_gathers(matrix: Instr) -> list[Instr]:
+    """The gathers nested in a linear's instruction."""
+    return [i for i in matrix.body if i.call == "gather"]
