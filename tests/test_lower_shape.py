@@ -18,7 +18,7 @@ from megadsl.ir.plan import Record
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
-from megadsl.lower.schedule import WINDOW_BYTES, share_begin, share_owner
+from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES, share_begin, share_owner
 from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
@@ -83,7 +83,7 @@ def test_shared_memory_and_rings() -> None:
     area = s.memory.offset
     names = structs()["mk::SmemShape"]
     assert fields("mk::SmemShape", "smem") == {name: area(name) for name in names}
-    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES, "meeting_window": WINDOW_BYTES}
+    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES, "meeting_window": MEETING_BYTES}
     assert fields("mk::RingShape", "ring_loader") == ring
 
 

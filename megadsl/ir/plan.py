@@ -61,6 +61,7 @@ class Instr:
     """One instruction of a role. ``call`` names the macro in templates/ that prints it; ``args`` are its parameters.
 
     ``trips`` is how often it runs per execution (an expression); ``body`` are instructions nested in it (a prologue).
+    ``syncs`` names the block's barriers that the call itself passes, in order: what lies between its accesses.
     """
 
     verb: Verb
@@ -72,6 +73,7 @@ class Instr:
     writes: tuple[Region, ...] = ()
     trips: str = "1"
     body: tuple[Instr, ...] = ()
+    syncs: tuple[str, ...] = ()
     args: Mapping[str, object] = field(default_factory=dict)
 
 

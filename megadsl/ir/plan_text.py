@@ -77,7 +77,8 @@ def _instr(instr: Instr, indent: str) -> Iterator[str]:
     trips = f" x {instr.trips}" if instr.trips != "1" else ""
     reads = f" reads {_regions(instr.reads)}" if instr.reads else ""
     writes = f" writes {_regions(instr.writes)}" if instr.writes else ""
-    yield f"{indent}{instr.verb.value} {instr.call}{site}{trips}{reads}{writes}"
+    syncs = f" meets at {', '.join(instr.syncs)}" if instr.syncs else ""
+    yield f"{indent}{instr.verb.value} {instr.call}{site}{trips}{reads}{writes}{syncs}"
     for inner in instr.body:
         yield from _instr(inner, indent + "  ")
 

@@ -173,12 +173,13 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     round_ = sequence(builder, value, op.name, publishing=True)
     args = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), args=args)
+    syncs = ("flag",) if exchange.wire == "Flag" else ()
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     reads = (Region("weights", op.name, Level.GPU), Region("control", "token_ids", Level.GPU))
-    yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),))
+    yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),), syncs=("end",))
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
     yield builder.stamp(op.name, "end", op.span)
@@ -213,7 +214,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     rotated = [p for p in op.parts if p.rope is not None]
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (_staged(),),
-        "own_groups * pieces", prologue, {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
+        "own_groups * pieces", prologue, ("refill", "gathered", "partials", "end"), {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
     )  # fmt: skip
     if op.out is not None:
         yield _publish(builder, op, role, op.out)
@@ -258,7 +259,8 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
     site = builder.site(role, op.name, "exchange", "round of the best candidates", op.span)
     region = Region("exchange", best, Level.GPU, "epoch")
     control = Region("control", "next_ids", Level.GPU)
-    return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), args={"value": best, "round": "epoch"})
+    syncs, args = ("candidates", "winners", "choice", "end"), {"value": best, "round": "epoch"}
+    return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), syncs=syncs, args=args)
 
 
 def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
@@ -269,14 +271,16 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     qkv = builder.exchange(op.q.value)
     gather = builder.site(role, op.name, "exchange", f"tag of {op.q.value}", op.span)
     full = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
-    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK))
+    ancestors = Region("control", "ancestors", Level.GPU)
+    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK), ancestors)
+    syncs = ("gathered", "parts", "published", "end", "idle")
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
-    yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", args=args)
+    yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
     yield builder.stamp(op.name, "parts", op.span)
 
 
@@ -291,7 +295,7 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_}
-    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), args=args)
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
     yield builder.stamp(op.name, "end", op.span)

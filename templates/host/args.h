@@ -21,8 +21,34 @@ struct HangRecord {
   u32 site, block, warp, lane, layer, tile, expected, observed;
 };
 
+constexpr u32 kRaceStack = 8;
+
+// One side of a race: who accessed the memory, how, and from where.
+struct RaceSide {
+  u32 block, warp, lane;      // lane kWarpSize: an asynchronous copy, warp unknown
+  u32 flags;                  // detect::Flag bits
+  u32 width;                  // bytes of the access
+  u32 stack[kRaceStack];      // return addresses, innermost first, as offsets from mk_host_origin; 0 ends
+};
+
+// Two accesses that nothing orders. A build without MK_DETECT never writes one.
+struct RaceRecord {
+  u32 kind;   // detect::RaceKind
+  u32 space;  // index of a buffer, or kBufferCount: shared memory of block `home`
+  u32 home;
+  u32 spare;
+  u64 offset;
+  RaceSide now, before;
+};
+
 struct LaunchResult {
   HangRecord* hangs;      // in: room for hang_capacity records
+  RaceRecord* races;      // in: room for race_capacity records
+  u32 race_capacity;      // in
+  u32 race_count;         // records written
+  u64 races_found;        // distinct ones, also those beyond the capacity
+  u64 assumed;            // writes after reads that only an observed relaxed store orders
+  u64 stale;              // relaxed loads that returned an older value
   u32 hang_capacity;      // in
   u32 hang_count;         // records written
   u64 steps;              // times a warp was resumed
@@ -41,6 +67,7 @@ struct LaunchArgs {
   u32 blocks, threads, cluster, smem_bytes;
   u64 seed;        // 0: round robin, short copies; else a random schedule
   u64 step_limit;  // 0: none
+  u64 policy;      // host::Policy: how the scheduler treats some warps and copies
   LaunchResult* result;
 };
 

@@ -1,0 +1,199 @@
+// Clocks: what each thread knows of the others.
+//
+// Every thread of the launch and every mbarrier has a component; an entry is the first time of that component which is not
+// known. There are three orders, each a clock of its own:
+//   kOrdered  happens-before: warp and block barriers, mbarrier phases, release and acquire;
+//   kProxy    what happens before, with a proxy fence on the way: what an asynchronous copy may rely on;
+//   kSeen     happens-before, and also "a value was observed": a relaxed load that returns a relaxed store. PTX orders nothing by
+//             that; kernels rely on it for writes after reads alone (docs/ptx-notes.md, Reuse of a slot).
+// The lanes of a warp share one clock; a lane that learns something gets its own until the warp next meets in bar.warp.sync.
+#pragma once
+
+#include <unordered_map>
+
+#include "host/runtime.h"
+
+namespace mk::host::detect {
+
+enum View : u32 { kOrdered, kProxy, kSeen, kViews };
+
+typedef u32 Word8 __attribute__((vector_size(32)));
+
+constexpr u32 kBarriersPerBlock = 96;
+constexpr u64 kPoolBytes = 1ull << 36;  // address space, not memory
+
+struct Message;
+
+struct LaneState {
+  u32* clock;           // null: the warp's
+  const u32* copied;    // an immutable copy of `clock`, null when there is none or it is out of date
+  const u32* released;  // clock at the last fence.acq_rel, null before any
+  u32 released_time;
+  bool released_gpu;
+  u32* pending;  // what relaxed loads observed and a fence will make ordered; null: nothing
+  u32* owned;    // room for `clock`, once needed
+  u32 context;   // node of the call tree
+};
+
+struct WarpState {
+  u32 time;    // of all 32 lanes
+  u32 synced;  // time of the last bar.warp.sync
+  u32 private_lanes;
+  u32* clock;
+  const u32* copied;
+};
+
+// Parts of the state that the clocks need. Memory comes from one reservation and is given back as a whole.
+struct Clocks {
+  u32 lanes, warps_per_block, words;  // words per view, a multiple of 8
+  std::vector<LaneState> lane;
+  std::vector<WarpState> warp;
+  char* pool = nullptr;
+  u64 pool_used;
+
+  MK_FN char* take(u64 bytes) {
+    char* p = pool + pool_used;
+    pool_used += (bytes + 63) & ~63ull;
+    if (pool_used > kPoolBytes) fault("the race detector needs more than %llu bytes of clocks", kPoolBytes);
+    return p;
+  }
+  MK_FN u32* take_clock() { return reinterpret_cast<u32*>(take(u64{kViews} * words * 4)); }
+};
+
+static Clocks clocks;
+
+MK_FN u32 id_of(const Lane& l) { return l.warp->block->index * rt.num_threads + l.thread; }
+MK_FN u32 id_of(const Warp& w) { return w.block->index * clocks.warps_per_block + w.index; }
+MK_FN LaneState& state_of(const Lane& l) { return clocks.lane[id_of(l)]; }
+MK_FN WarpState& state_of(const Warp& w) { return clocks.warp[id_of(w)]; }
+
+MK_FN void join(u32* to, const u32* from, u32 words) {
+  for (u32 i = 0; i < words; i += 8) {
+    Word8 a, b;
+    std::memcpy(&a, to + i, sizeof a);
+    std::memcpy(&b, from + i, sizeof b);
+    a = a > b ? a : b;
+    std::memcpy(to + i, &a, sizeof a);
+  }
+}
+
+MK_FN void copy_clock(u32* to, const u32* from) { std::memcpy(to, from, u64{kViews} * clocks.words * 4); }
+
+MK_FN const u32* clock_of(const Lane& l) {
+  const LaneState& s = state_of(l);
+  return s.clock != nullptr ? s.clock : state_of(*l.warp).clock;
+}
+
+MK_FN const u32* view_of(const Lane& l, View v) { return clock_of(l) + v * clocks.words; }
+
+// The lane's own clock, to be changed.
+MK_FN u32* private_clock(const Lane& l) {
+  LaneState& s = state_of(l);
+  WarpState& w = state_of(*l.warp);
+  s.copied = nullptr;
+  if (s.clock != nullptr) return s.clock;
+  if (s.owned == nullptr) s.owned = clocks.take_clock();
+  s.clock = s.owned;
+  copy_clock(s.clock, w.clock);
+  w.private_lanes |= l.bit;
+  return s.clock;
+}
+
+// Whether what `who` did at `time` comes before what the lane does now.
+MK_FN bool covered(const Lane& l, View v, u32 who, u32 time) {
+  if (v != kProxy && who == id_of(l)) return true;
+  return time < view_of(l, v)[who];
+}
+
+// What others can learn from the lane: a clock that will not change, beside the lane's own time.
+MK_FN const u32* publishable(const Lane& l) {
+  LaneState& s = state_of(l);
+  WarpState& w = state_of(*l.warp);
+  const u32*& cached = s.clock != nullptr ? s.copied : w.copied;
+  if (cached == nullptr) {
+    u32* copy = clocks.take_clock();
+    copy_clock(copy, clock_of(l));
+    cached = copy;
+  }
+  return cached;
+}
+
+// A new point in time; returns the one that ends now.
+MK_FN u32 tick(const Lane& l) { return state_of(*l.warp).time++; }
+
+// Adds a lane's knowledge, its own past included, to a clock that stands for a rendezvous.
+MK_FN void contribute(u32* to, const Lane& l) {
+  join(to, clock_of(l), kViews * clocks.words);
+  const u32 own = id_of(l), time = tick(l) + 1;
+  for (const View v : {kOrdered, kSeen}) {
+    u32& entry = to[v * clocks.words + own];
+    entry = entry > time ? entry : time;
+  }
+}
+
+MK_FN void learn(const Lane& l, const u32* from) { join(private_clock(l), from, kViews * clocks.words); }
+
+// Lanes' private knowledge becomes the warp's, and the past of all its lanes is known.
+MK_FN void settle_warp(Warp& warp) {
+  WarpState& w = state_of(warp);
+  for (u32 rest = w.private_lanes; rest != 0; rest &= rest - 1) {
+    LaneState& s = state_of(warp.lanes[__builtin_ctz(rest)]);
+    join(w.clock, s.clock, kViews * clocks.words);
+    s.clock = nullptr;
+    s.copied = nullptr;
+  }
+  w.private_lanes = 0;
+  w.copied = nullptr;
+  w.synced = ++w.time;
+  const u32 first = id_of(warp.lanes[0]);
+  for (const View v : {kOrdered, kSeen}) {
+    for (u32 i = 0; i < kWarpSize; ++i) w.clock[v * clocks.words + first + i] = w.synced;
+  }
+}
+
+MK_FN bool active() { return !rt.aborted && !rt.failed; }
+
+// bar.warp.sync, and nothing else inside a warp: shfl, vote and mma make lanes meet but order no memory.
+MK_FN void sync_warp(Warp& w) {
+  if (active()) settle_warp(w);
+}
+
+// bar.sync: `first` completes it, the others are in the list that begins with `waiting`.
+MK_FN void sync_warps(Warp& first, Warp* waiting) {
+  if (!active()) return;
+  settle_warp(first);
+  u32* all = state_of(first).clock;
+  for (Warp* w = waiting; w != nullptr; w = w->barrier_next) {
+    settle_warp(*w);
+    join(all, state_of(*w).clock, kViews * clocks.words);
+  }
+  for (Warp* w = waiting; w != nullptr; w = w->barrier_next) copy_clock(state_of(*w).clock, all);
+}
+
+MK_FN void begin_clocks() {
+  clocks.lanes = rt.num_blocks * rt.num_threads;
+  clocks.warps_per_block = rt.num_threads / kWarpSize;
+  clocks.words = (clocks.lanes + rt.num_blocks * kBarriersPerBlock + 7) / 8 * 8;
+  void* p = mmap(nullptr, kPoolBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  clocks.pool = p == MAP_FAILED ? nullptr : static_cast<char*>(p);
+  if (clocks.pool == nullptr) fault("no address space for the race detector's clocks");
+  clocks.pool_used = 0;
+  clocks.lane.assign(clocks.lanes, {});
+  clocks.warp.assign(clocks.lanes / kWarpSize, {});
+  if (rt.failed) return;
+  for (WarpState& w : clocks.warp) {
+    w.time = w.synced = 1;  // time 0 is before the launch
+    w.clock = clocks.take_clock();
+    std::memset(w.clock, 0, u64{kViews} * clocks.words * 4);
+  }
+  for (u32 i = 0; i < clocks.lanes; ++i) {
+    for (const View v : {kOrdered, kSeen}) clocks.warp[i / kWarpSize].clock[v * clocks.words + i] = 1;
+  }
+}
+
+MK_FN void end_clocks() {
+  if (clocks.pool != nullptr) munmap(clocks.pool, kPoolBytes);
+  clocks.pool = nullptr;
+}
+
+}  // namespace mk::host::detect
