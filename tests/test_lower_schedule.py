@@ -16,6 +16,7 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
 from megadsl.lower.schedule import (
+    MEETING_BYTES,
     WINDOW_BYTES,
     balance,
     best_blocks,
@@ -37,7 +38,7 @@ def test_defaults_come_from_the_machine() -> None:
     graph = model_graph("llama-3.2-1b")
     schedule = default(graph)
     assert schedule.blocks == best_blocks(graph, GPU) and schedule.consumer.warps == 8
-    assert schedule.ring("loader") == Ring("weights", 0, 16 * KIB, WINDOW_BYTES)
+    assert schedule.ring("loader") == Ring("weights", 0, 16 * KIB, WINDOW_BYTES, MEETING_BYTES)
     assert schedule.op("attention").splits == schedule.blocks // 8 and schedule.op("attention").prefetch.hint == "evict_normal"
     assert {e.value for e in schedule.edges} == {*(v.name for v in graph.values), "attention.parts"}
     assert default(graph, blocks=4).op("attention").splits == 1

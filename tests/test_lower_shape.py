@@ -83,7 +83,8 @@ def test_shared_memory_and_rings() -> None:
     area = s.memory.offset
     names = structs()["mk::SmemShape"]
     assert fields("mk::SmemShape", "smem") == {name: area(name) for name in names}
-    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES, "meeting_window": MEETING_BYTES}
+    ring = {"stages": area("ring.loader"), "barriers": area("barriers.loader"), "tape": area("tape.loader"), "window": WINDOW_BYTES}
+    ring["meeting_window"] = MEETING_BYTES
     assert fields("mk::RingShape", "ring_loader") == ring
 
 

@@ -57,7 +57,7 @@ namespace {
 // role: loader
 // One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
 MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
-  mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), u32(s.ring_loader.window), step.kv_len);
+  mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step.kv_len);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
   const u32 layer_begin = tape.size;
@@ -90,7 +90,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 // role: consumer
 // All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
-  const Block block(cx, buffers);
+  Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
   const u32 layers = u32(s.step.layers), epoch = step.epoch;
@@ -100,6 +100,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
   // embed_tokens: rows of the table  [llama.py:17]
   {
+    mk::begin_op(cx, block);
     mk::run_embed(block, s.embed_tokens, step, staged);
     mk::publish<mk::Tagged>(block, 6, s.x_exchange, epoch * (layers + 1), staged);
     mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
@@ -111,16 +112,17 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // qkv_proj: 960 x 576  [llama.py:20]
     {
+      mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
       mk::run_matrix<kBatch, QkvProjTiles>(
           block, read_loader, 9, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, begin,
                              mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations);  // x
             const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
             block.sync();
             // r0 = mean(x * x)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
               float x_[8];
               mk::load8<kTokens>(activations, column, token, x_);
               for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
@@ -131,7 +133,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
               float x_[8], input_layernorm_[8];
               mk::load8<kTokens>(activations, column, token, x_);
               mk::load8(vector_input_layernorm, column, input_layernorm_);
-              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.qkv_proj.columns);
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.qkv_proj.columns);
               for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * input_layernorm_[j];
             });
             read_loader.release();
@@ -149,6 +151,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
     {
+      mk::begin_op(cx, block);
       mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
@@ -157,6 +160,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // attention: add the splits  [llama.py:28]
     {
+      mk::begin_op(cx, block);
       mk::run_merge<mk::Tagged, AttentionTiling>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
       mk::publish<mk::Tagged>(block, 14, s.attention_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 4, u32(s.step.stamps), layers);
@@ -164,12 +168,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // o_proj: 576 x 576  [llama.py:29]
     {
+      mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
       mk::run_matrix<kBatch, OProjTiles>(
           block, read_loader, 16, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 5, u32(s.step.stamps), layers);
           },
@@ -187,16 +192,17 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // gate_up_proj: 3072 x 576  [llama.py:31]
     {
+      mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
       mk::run_matrix<kBatch, GateUpProjTiles>(
           block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 18, s.o_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 18, s.o_proj_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations);  // o_proj
             const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
             block.sync();
             // r0 = mean(o_proj * o_proj)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
+            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
               float o_proj_[8];
               mk::load8<kTokens>(activations, column, token, o_proj_);
               for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * o_proj_[j];
@@ -207,7 +213,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
               float o_proj_[8], post_attention_layernorm_[8];
               mk::load8<kTokens>(activations, column, token, o_proj_);
               mk::load8(vector_post_attention_layernorm, column, post_attention_layernorm_);
-              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.gate_up_proj.columns);
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.gate_up_proj.columns);
               for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * mk::math::rsqrt(r0 + 1e-05f) * post_attention_layernorm_[j];
             });
             read_loader.release();
@@ -224,12 +230,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
     // down_proj: 576 x 1536  [llama.py:32]
     {
+      mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
       mk::run_matrix<kBatch, DownProjTiles>(
           block, read_loader, 23, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, 0 + begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
             if (block.warp() == 0) mk::stamp(cx, buffers, 9, u32(s.step.stamps), layers);
           },
@@ -250,17 +257,18 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
   // lm_head: 49152 x 576  [llama.py:36]
   {
+    mk::begin_op(cx, block);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
     mk::run_matrix<kBatch, LmHeadTiles>(
         block, read_loader, 27, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
-          mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, 0 + begin,
+          mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, begin,
                            mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations);  // x
           const smem_ptr<char> vector_norm = read_loader.wait_stage(26, 0, 0);  // norm
           block.sync();
           // r0 = mean(x * x)
-          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, [&](u32 column, u32 token, float (&v)[8]) {
+          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
             float x_[8];
             mk::load8<kTokens>(activations, column, token, x_);
             for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
@@ -271,7 +279,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             float x_[8], norm_[8];
             mk::load8<kTokens>(activations, column, token, x_);
             mk::load8(vector_norm, column, norm_);
-            const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars) + 0 * kTokens * mk::RowShare<Block>::kPerToken, token) / float(s.lm_head.columns);
+            const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.lm_head.columns);
             for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * norm_[j];
           });
           read_loader.release();
@@ -302,6 +310,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
   if (mk::ptx::thread_id() == 0) {
     mk::init_block(cx);
+    mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);
     for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, 0u);
     ring_loader.init(Block::kWarps);
     mk::ptx::fence_mbarrier_init();
