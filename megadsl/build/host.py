@@ -29,30 +29,42 @@ _FLAGS = (
     *("-w", "-DMK_HOST"),
 )
 
+# The race detector: the compiler reports plain accesses to functions of ours (templates/host/detect/tsan.h), so the link is
+# a step of its own: linked with the same flag, the library would ask for the stock runtime. Lines only, no variables.
+DETECT = "MK_DETECT"
+_DETECT_FLAGS = ("-fsanitize=thread", "-g1")
+
 
 def build_library(source: str, include_dirs: Sequence[Path], defines: Mapping[str, str]) -> Path:
     """Compile ``source`` (the text of a kernel.cu that ends with MK_HOST_ENTRY) for the emulator, or take it from the cache.
 
     ``include_dirs`` are searched in order for the kernel's headers; ``defines`` are macros by name. The cache key is the
     compiler's version, the flags, the source and every header, the emulator's own included. Returns the library's path.
-    Raises MK311 without g++, MK312 with its own lines when it refuses.
+    With DETECT among the macros the library has the race detector in it. Raises MK311 without g++, MK312 with its own lines when it refuses.
     """
     compiler = shutil.which("g++")
     if compiler is None:
         raise error(COMPILER_MISSING)
-    flags = [*_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
+    flags = [*_FLAGS, *(_DETECT_FLAGS if DETECT in defines else ()), *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
     includes = [f"-I{folder.resolve()}" for folder in (*include_dirs, templates())]
 
     def build(library: Path) -> None:
         text = library.parent / "kernel.cu"
         text.write_text(source)
-        command = [compiler, *flags, *includes, "-x", "c++", text.name, "-o", library.name]
-        done = subprocess.run(command, cwd=library.parent, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise error(COMPILER_REFUSED, detail="\n".join([*done.stderr.splitlines()[:40], "    " + " ".join(command)]))
+        if DETECT not in defines:
+            _run([compiler, *flags, *includes, "-x", "c++", text.name, "-o", library.name], library.parent)
+            return
+        _run([compiler, *flags, *includes, "-c", "-x", "c++", text.name, "-o", "kernel.o"], library.parent)
+        _run([compiler, "-shared", "kernel.o", "-o", library.name], library.parent)
 
     headers = headers_digest([*include_dirs, templates() / "host"])
     return cached(["host library", _version(compiler), *flags, headers, source], ".so", build)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise error(COMPILER_REFUSED, detail="\n".join([*done.stderr.splitlines()[:40], "    " + " ".join(command)]))
 
 
 @cache

@@ -125,16 +125,23 @@ class Clocks:
             self._take(polled, found.carried)
             self.reads[value, round_, part].append(Read(polled, now, by))
 
-    def publish(self, by: Step, value: str, round_: int, mask: Bools, part: int = 0) -> None:
+    def publish(self, by: Step, value: str, round_: int, mask: Bools, part: int = 0, between: bool = False) -> None:
+        """Publish a round; ``between``: the block meets between its payload and its flag."""
         now = self.at(shown(by.instr, by.layer))
-        e = self.device.exchanges[value]
-        for distance, code in _distances(e):
+        payload, flag = _distances(self.device.exchanges[value])
+        self._reuse(by, value, round_, mask, part, payload)
+        if between:
+            self.barrier(mask)
+        self._reuse(by, value, round_, mask, part, flag)
+        self.published[value, round_, part] = Publication(mask, now, self.known.copy())
+        self.latest[value] = round_
+
+    def _reuse(self, by: Step, value: str, round_: int, mask: Bools, part: int, distances: Distances) -> None:
+        for distance, code in distances:
             for read in self.reads.get((value, round_ - distance, part), ()):
                 late = read.polled.T & mask[:, None] & (self.known < read.step)
                 if late.any():
                     self._conflict(code, by, value, round_, distance, read, late)
-        self.published[value, round_, part] = Publication(mask, now, self.known.copy())
-        self.latest[value] = round_
 
     def finish(self) -> None:
         """Block 0 writes the control block."""
@@ -198,14 +205,17 @@ class Clocks:
         return self.labels[step]
 
 
-def _distances(e: Exchange) -> list[tuple[int, str]]:
-    """Which earlier rounds a publication must not overtake."""
+Distances = list[tuple[int, str]]
+
+
+def _distances(e: Exchange) -> tuple[Distances, Distances]:
+    """Which earlier rounds the payload of a publication must not overtake, and which ones its flag."""
     match e.wire:
         case "Sentinel":
-            return [(e.slots // 2, REUSED), (e.slots, REUSED)]
+            return [(e.slots // 2, REUSED), (e.slots, REUSED)], []
         case "Flag":
-            return [(1, FLAGGED), (e.slots, REUSED)]
-    return [(e.slots, REUSED)]
+            return [(e.slots, REUSED)], [(1, FLAGGED)]
+    return [(e.slots, REUSED)], []
 
 
 def check_exchanges(device: Device, findings: Findings) -> list[str]:
@@ -266,8 +276,7 @@ class Player:
     def _publish(self, step: Step) -> None:
         instr = step.instr
         value = str(instr.args["value"])
-        self._barrier(instr, "flag")
-        self.clocks.publish(step, value, step.round(), self.clocks.everybody)
+        self.clocks.publish(step, value, step.round(), self.clocks.everybody, between="flag" in instr.syncs)
 
     def _gather_kept(self, step: Step) -> None:
         instr = step.instr

@@ -109,13 +109,14 @@ class Device:
         ops = self.plan.graph.ops
         return [o for o in ops if isinstance(o, Linear)], [o for o in ops if isinstance(o, Attention)]
 
-    def owners(self, e: Exchange, begin: int, features: int) -> tuple[int, int]:
-        """Blocks [first, end) that own a part of the features; mk::owners_of."""
+    def owners(self, e: Exchange, begin: int, features: int) -> list[int]:
+        """Blocks whose vectors a gather of the features polls: the owners of the units; with tags, whose extra vectors are asked
+        of mk::owners_of's whole range of blocks, also those in between that own nothing."""
         if features <= 0:
-            return 0, 0
+            return []
         first, count = begin // GROUP_ROWS, ceil_div(features, GROUP_ROWS)
-        found = [share_owner(e.groups, self.blocks, e.share_offset, g) for g in (first, first + count - 1)]
-        return found[0], found[1] + 1
+        found = {share_owner(e.groups, self.blocks, e.share_offset, g) for g in range(first, first + count)}
+        return list(range(min(found), max(found) + 1)) if e.wire == "Tagged" else sorted(found)
 
     def steps(self, program: Program, layers: int, epoch: int = 1) -> Iterator[Step]:
         """Every instruction in program order, a prologue's left inside its linear, over ``layers`` layers."""

@@ -15,8 +15,7 @@ def gather(device: Device, instr: Instr) -> Bools:
     """mk::gather_value: the owners of all columns, chunk by chunk; of a whole value, every block."""
     e = device.exchanges[str(instr.args["value"])]
     polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
-    first, end = device.owners(e, int(str(instr.args["begin"])), int(str(instr.args["features"])))
-    polled[:, first:end] = True
+    polled[:, device.owners(e, int(str(instr.args["begin"])), int(str(instr.args["features"])))] = True
     silent = e.wire == "Tagged" or e.groups < device.blocks  # blocks that own nothing; with more groups there are none
     if instr.args["whole"] and silent:
         polled[:, :] = True
@@ -31,8 +30,7 @@ def gather_kept(device: Device, instr: Instr) -> Bools:
     polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
     for block in range(device.blocks):
         rows = [shares[block + i] * m.fold * width for i in (0, 1)]
-        first, end = device.owners(e, int(str(instr.args["begin"])) + rows[0], rows[1] - rows[0])
-        polled[block, first:end] = True
+        polled[block, device.owners(e, int(str(instr.args["begin"])) + rows[0], rows[1] - rows[0])] = True
     return polled
 
 
@@ -56,8 +54,7 @@ def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:
                 ranges += [(begin + head * op.head_dim, op.head_dim) for begin in heads.begins[1:]]
             mask[block] = True
             for begin, features in ranges:
-                first, end = device.owners(e, begin, features)
-                polled[block, first:end] = True
+                polled[block, device.owners(e, begin, features)] = True
         turns.append((mask, polled))
     return turns
 

@@ -20,17 +20,53 @@ class Status(IntEnum):
     BAD_ARGS = 3
 
 
+class Policy(IntEnum):
+    """How a seeded scheduler treats some; as mk::host::Policy."""
+
+    EVEN = 0  # all alike
+    SLOW_LOADER = 1  # warps that issue copies get one turn in 16
+    STARVED_WARP = 2  # one warp that does not, chosen by the seed, gets one turn in 64
+    LATE_COPIES = 3  # copies take up to 32 times as long
+    FROZEN_BLOCK = 4  # one block, chosen by the seed, stands still while any other can run
+
+
 class HangRecord(ctypes.Structure):
     """One thread that waited when nobody could run; words as in mk::WaitInfo."""
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("site", "block", "warp", "lane", "layer", "tile", "expected", "observed")]
 
 
+class RaceSide(ctypes.Structure):
+    """One of two accesses; as mk::host::RaceSide."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("block", "warp", "lane", "flags", "width")),
+        ("stack", ctypes.c_uint32 * 8),
+    ]
+
+
+class RaceRecord(ctypes.Structure):
+    """Two accesses that nothing orders; as mk::host::RaceRecord."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("kind", "space", "home", "spare")),
+        ("offset", ctypes.c_uint64),
+        ("now", RaceSide),
+        ("before", RaceSide),
+    ]
+
+
 class LaunchResult(ctypes.Structure):
-    """Filled by a launch, but for the first two fields."""
+    """Filled by a launch, but for the room for hangs and races."""
 
     _fields_ = [
         ("hangs", ctypes.POINTER(HangRecord)),
+        ("races", ctypes.POINTER(RaceRecord)),
+        ("race_capacity", ctypes.c_uint32),
+        ("race_count", ctypes.c_uint32),
+        ("races_found", ctypes.c_uint64),
+        ("assumed", ctypes.c_uint64),
+        ("stale", ctypes.c_uint64),
         ("hang_capacity", ctypes.c_uint32),
         ("hang_count", ctypes.c_uint32),
         ("steps", ctypes.c_uint64),
@@ -56,5 +92,6 @@ class LaunchArgs(ctypes.Structure):
         ("smem_bytes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("step_limit", ctypes.c_uint64),
+        ("policy", ctypes.c_uint64),
         ("result", ctypes.POINTER(LaunchResult)),
     ]

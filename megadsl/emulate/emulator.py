@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megadsl.diagnostics import declare, error
-from megadsl.emulate.abi import BUFFERS, HangRecord, LaunchArgs, LaunchResult, Status
+from megadsl.emulate.abi import BUFFERS, HangRecord, LaunchArgs, LaunchResult, Policy, RaceRecord, Status
+from megadsl.emulate.races import Race, describe_races
 
 FAULT = declare(
     "MK360",
@@ -24,6 +25,7 @@ BAD_LAUNCH = declare(
 )
 
 _MAX_HANGS = 256
+_MAX_RACES = 64
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class LaunchReport:
 
     ``steps`` counts resumed warps, ``collectives`` the operations of whole warps, ``parks`` the polls that put a thread to
     sleep, ``copies`` the asynchronous operations. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
+
+    The rest is for builds with the race detector. ``races`` are the first 64 distinct ones of ``races_found``; ``assumed``
+    counts writes that came after reads only by what docs/ptx-notes.md assumes of hardware; ``stale`` counts relaxed loads that
+    were given an older value.
     """
 
     hangs: tuple[Hang, ...]
@@ -54,24 +60,30 @@ class LaunchReport:
     parks: int
     copies: int
     fingerprint: int
+    races: tuple[Race, ...] = ()
+    races_found: int = 0
+    assumed: int = 0
+    stale: int = 0
 
 
 class Emulator:
-    """A library from :func:`megadsl.build.host.build_library`."""
+    """A library from :func:`megadsl.build.host.build_library`; ``source`` is the text it was made from, for reports of races."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, source: str = "") -> None:
+        self._path = library
+        self._source = source
         self._library = ctypes.CDLL(str(library))
         self._run = self._library.mk_host_run
         self._run.argtypes = [ctypes.POINTER(LaunchArgs)]
         self._run.restype = ctypes.c_int
 
-    def launch(self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0) -> LaunchReport:
+    def launch(self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0, policy: int = 0) -> LaunchReport:
         """Run one launch to its end.
 
         ``manifest`` gives blocks, threads, cluster (default 1), smem_bytes, shape (the words of the Shape argument) and
         buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
         accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
-        same seed and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
+        same seed, ``policy`` (an abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
 
         A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
         (misaligned or outside access, misused barrier, divergent collective) and MK361 for a launch that does not fit.
@@ -79,7 +91,8 @@ class Emulator:
         shape = [word & 0xFFFFFFFF for word in manifest["shape"]]
         sizes = manifest.get("buffers", {})
         hangs = (HangRecord * _MAX_HANGS)()
-        result = LaunchResult(hangs=hangs, hang_capacity=_MAX_HANGS)
+        races = (RaceRecord * _MAX_RACES)()
+        result = LaunchResult(hangs=hangs, hang_capacity=_MAX_HANGS, races=races, race_capacity=_MAX_RACES)
         args = LaunchArgs(
             buffers=(ctypes.c_void_p * len(BUFFERS))(*(buffers.get(name) or None for name in BUFFERS)),
             buffer_bytes=(ctypes.c_uint64 * len(BUFFERS))(*(sizes.get(name, 0) for name in BUFFERS)),
@@ -91,6 +104,7 @@ class Emulator:
             smem_bytes=manifest["smem_bytes"],
             seed=seed,
             step_limit=step_limit,
+            policy=Policy(policy),
             result=ctypes.pointer(result),
         )
         status = Status(self._run(ctypes.byref(args)))
@@ -98,7 +112,7 @@ class Emulator:
             raise error(FAULT, what=result.message.decode(errors="replace"))
         if status == Status.BAD_ARGS:
             raise error(BAD_LAUNCH, blocks=args.blocks, cluster=args.cluster, threads=args.threads, words=len(shape))
-        return _report(result, hangs)
+        return replace(_report(result, hangs), races=describe_races(races[: result.race_count], self._path, self._source))
 
     def switch_ns(self) -> float:
         """Nanoseconds of one switch between fibers, measured now."""
@@ -116,4 +130,7 @@ def _report(result: LaunchResult, hangs: ctypes.Array[HangRecord]) -> LaunchRepo
         parks=result.parks,
         copies=result.copies,
         fingerprint=result.fingerprint,
+        races_found=result.races_found,
+        assumed=result.assumed,
+        stale=result.stale,
     )

@@ -7,6 +7,15 @@ namespace mk::host {
 
 constexpr u32 kBufferCount = 7;
 
+// How a seeded scheduler treats some. Turns are withheld only while somebody else can run.
+enum class Policy : u64 {
+  kEven,
+  kSlowLoader,   // warps that issue copies get one turn in 16
+  kStarvedWarp,  // one warp, chosen by the seed, gets one turn in 64
+  kLateCopies,   // copies take up to 32 times as long
+  kFrozenBlock,  // one block, chosen by the seed, stands still
+};
+
 // Return values of mk_host_run.
 constexpr int kOk = 0;
 constexpr int kHung = 1;    // a deadlock, or the step limit; LaunchResult::hangs says who waited for what
@@ -28,7 +37,7 @@ struct RaceSide {
   u32 block, warp, lane;      // lane kWarpSize: an asynchronous copy, warp unknown
   u32 flags;                  // detect::Flag bits
   u32 width;                  // bytes of the access
-  u32 stack[kRaceStack];      // return addresses, innermost first, as offsets from mk_host_origin; 0 ends
+  u32 stack[kRaceStack];      // return addresses, innermost first, as offsets in the library; 0 ends
 };
 
 // Two accesses that nothing orders. A build without MK_DETECT never writes one.
@@ -47,7 +56,7 @@ struct LaunchResult {
   u32 race_capacity;      // in
   u32 race_count;         // records written
   u64 races_found;        // distinct ones, also those beyond the capacity
-  u64 assumed;            // writes after reads that only an observed relaxed store orders
+  u64 assumed;            // writes after reads ordered only by what docs/ptx-notes.md assumes
   u64 stale;              // relaxed loads that returned an older value
   u32 hang_capacity;      // in
   u32 hang_count;         // records written
@@ -67,7 +76,7 @@ struct LaunchArgs {
   u32 blocks, threads, cluster, smem_bytes;
   u64 seed;        // 0: round robin, short copies; else a random schedule
   u64 step_limit;  // 0: none
-  u64 policy;      // host::Policy: how the scheduler treats some warps and copies
+  Policy policy;
   LaunchResult* result;
 };
 

@@ -2,6 +2,7 @@
 // the threads of a cluster.
 #pragma once
 
+#include "host/detect.h"
 #include "host/math.h"
 #include "host/runtime.h"
 
@@ -69,7 +70,10 @@ MK_PTX u32 ballot(bool p) {
   return w.ballot_out;
 }
 
-MK_FN bool perform_sync(Warp&) { return true; }
+MK_FN bool perform_sync(Warp& w) {
+  detect::sync_warp(w);
+  return true;
+}
 
 MK_PTX void sync_warp() { rendezvous<perform_sync>(Collective::kSync); }
 
@@ -87,6 +91,7 @@ MK_FN bool perform_barrier(Warp& w) {
     return false;
   }
   b.arrived = 0;
+  detect::sync_warps(w, b.waiting);
   while (b.waiting != nullptr) {
     Warp& other = *b.waiting;
     b.waiting = other.barrier_next;
@@ -110,6 +115,7 @@ MK_FN void complete_cluster_if_all_arrived(ClusterBarrier& c) {
   if (c.arrived != c.alive || c.alive == 0) return;
   c.arrived = 0;
   ++c.phase;
+  detect::cluster_completed(*rt.block);
   const u32 first = rt.block->index / rt.cluster_size * rt.cluster_size;
   Block* blocks = rt.block - (rt.block->index - first);
   for (u32 b = 0; b < rt.cluster_size; ++b) {
@@ -126,12 +132,14 @@ MK_FN void cluster_arrive() {
   if (me.cluster_phase > c.phase) fault("cluster_arrive twice without cluster_wait");
   me.cluster_phase = c.phase + 1;
   ++c.arrived;
+  detect::cluster_arrived(me);
   complete_cluster_if_all_arrived(c);
 }
 
 MK_FN void cluster_wait() {
   Lane& me = *rt.lane;
   if (rt.block->cluster->phase < me.cluster_phase) block_lane(State::kCluster);
+  detect::cluster_passed(me);
 }
 
 // The running lane leaves the kernel: collectives and cluster barriers no longer count it.

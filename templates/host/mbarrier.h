@@ -32,8 +32,9 @@ MK_FN bool mbar_phase(const char* b) {
   return w.phase != 0;
 }
 
-MK_FN void mbar_init(char* b, u32 arrivals) {
+MK_FN void mbar_init(char* b, u32 arrivals, detect::Pc pc) {
   check_shared(b, 8, 8);
+  detect::barrier_initialised(b, pc);
   if (arrivals == 0 || arrivals > kTxLimit) fault("mbarrier initialised with %u arrivals (1 to %ld)", arrivals, kTxLimit);
   const MbarWord w{0, arrivals, arrivals, static_cast<u64>(kTxBias), kMbarMark};
   std::memcpy(b, &w, sizeof w);
@@ -49,6 +50,7 @@ MK_FN void mbar_inval(char* b) {
 MK_FN void mbar_update(char* b, MbarWord w) {
   const bool complete = w.pending == 0 && static_cast<long>(w.tx) == kTxBias;
   if (complete) {
+    detect::barrier_completed(b);
     w.phase ^= 1;
     w.pending = w.expected;
   }
@@ -63,12 +65,13 @@ MK_FN u64 mbar_add_tx(const MbarWord& w, long bytes) {
 }
 
 // One arrival, after expecting that many bytes.
-MK_FN void mbar_arrive(char* b, u32 expect_bytes) {
+MK_FN void mbar_arrive(char* b, u32 expect_bytes, detect::Pc pc) {
   check_shared(b, 8, 8);
   MbarWord w = mbar_read(b);
   if (w.pending == 0) fault("more arrivals on an mbarrier than the %u of its phase", static_cast<u32>(w.expected));
   w.tx = mbar_add_tx(w, expect_bytes);
   w.pending -= 1;
+  detect::barrier_arrived(b, pc);
   mbar_update(b, w);
 }
 
@@ -78,11 +81,14 @@ MK_FN void mbar_complete_tx(char* b, u32 bytes) {
   mbar_update(b, w);
 }
 
-MK_FN bool mbar_poll(char* b, u32 parity) {
+MK_FN bool mbar_poll(char* b, u32 parity, detect::Pc pc) {
   maybe_preempt();
   check_shared(b, 8, 8);
   const MbarWord w = mbar_read(b);
-  if (w.phase != (parity & 1)) return true;
+  if (w.phase != (parity & 1)) {
+    detect::barrier_passed(b, pc);
+    return true;
+  }
   polled_phase(b, w.phase != 0);
   return false;
 }

@@ -1,6 +1,7 @@
 // Loads and stores, checked for alignment and bounds as the hardware would.
 #pragma once
 
+#include "host/detect.h"
 #include "host/watch.h"
 
 namespace mk::host {
@@ -73,6 +74,37 @@ MK_FN void store_global(V* p, V v) {
   check_global(p, sizeof(V), sizeof(V));
   std::memcpy(static_cast<void*>(p), &v, sizeof v);
   changed(p, sizeof(V));
+}
+
+// Relaxed, acquire and release accesses. Under the detector a load may return an older value.
+template <class V>
+MK_PTX V load_strong(const V* p, bool acquire, detect::Pc pc) {
+  maybe_preempt();
+  V v = load_global<V>(p);
+  detect::global_access(p, sizeof(V), detect::kStrong, pc);
+  v = detect::relaxed_load(p, v, acquire, pc);
+  polled(p, v);
+  return v;
+}
+
+template <class V>
+MK_PTX void store_strong(V* p, V v, bool release, detect::Pc pc) {
+  check_global(p, sizeof(V), sizeof(V));
+  detect::global_access(p, sizeof(V), detect::kStrong | detect::kWrite, pc);
+  detect::relaxed_store(p, v, release, pc);
+  store_global<V>(p, v);
+  maybe_preempt();
+}
+
+// An atomic read-modify-write: `change(old)` is the new value, `old` always the newest.
+template <class F>
+MK_PTX u32 exchange(u32* p, detect::Pc pc, F change) {
+  maybe_preempt();
+  const u32 old = load_global<u32>(p), v = change(old);
+  detect::global_access(p, 4, detect::kStrong | detect::kWrite, pc);
+  detect::exchanged(p, v);
+  if (v != old) store_global<u32>(p, v);
+  return old;
 }
 
 }  // namespace mk::host

@@ -61,6 +61,7 @@ struct alignas(64) Warp {
   Block* block;
   u32 index;  // in the block
   bool queued;
+  bool loads;  // has issued copies
 };
 
 struct Barrier {
@@ -108,6 +109,7 @@ struct Runtime {
   u64 now_ns;
 
   bool seeded, aborted, failed;
+  u64 victim;  // of the policy
   u64 random_state;
   u64 changes;  // stores, arrivals and completions so far
   u64 live_lanes;

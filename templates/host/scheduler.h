@@ -103,6 +103,8 @@ MK_FN void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   rt.seeded = a.seed != 0;
   rt.aborted = rt.failed = false;
   rt.random_state = a.seed * 0x9e3779b97f4a7c15ull | 1;
+  rt.victim = a.seed * 0x9e3779b97f4a7c15ull >> 32;
+  rt.victim %= u64{a.blocks} * (a.threads / kWarpSize);
   rt.changes = 0;
   rt.live_lanes = static_cast<u64>(a.blocks) * a.threads;
   rt.global_base = 0;
@@ -124,11 +126,31 @@ MK_FN void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   r.message[0] = 0;
 }
 
+// Whether the policy withholds this turn from the warp.
+MK_FN bool withheld(const Warp& w) {
+  switch (rt.args->policy) {
+    case Policy::kSlowLoader: return w.loads && random_u64() % 16 != 0;
+    case Policy::kStarvedWarp: return w.block->index == rt.victim % rt.num_blocks && w.index == rt.victim / rt.num_blocks && random_u64() % 64 != 0;
+    case Policy::kFrozenBlock: return w.block->index == rt.victim % rt.num_blocks;
+    default: return false;
+  }
+}
+
+// The warp at the head of the queue, or one behind it where the policy says so.
+MK_FN void withhold() {
+  const u64 runnable = rt.queue_tail - rt.queue_head;
+  for (u64 i = 0; i < runnable && withheld(*rt.queue[rt.queue_head & rt.queue_mask]); ++i) {
+    Warp* later = rt.queue[rt.queue_head++ & rt.queue_mask];
+    rt.queue[rt.queue_tail++ & rt.queue_mask] = later;
+  }
+}
+
 MK_FN Warp* next_warp() {
   const u64 runnable = rt.queue_tail - rt.queue_head;
   if (runnable == 0) return nullptr;
   if (rt.seeded) {
     std::swap(rt.queue[rt.queue_head & rt.queue_mask], rt.queue[(rt.queue_head + random_u64() % runnable) & rt.queue_mask]);
+    if (rt.args->policy != Policy::kEven) withhold();
   }
   Warp* w = rt.queue[rt.queue_head++ & rt.queue_mask];
   w->queued = false;
@@ -237,7 +259,10 @@ MK_FN int run(const LaunchArgs* a, u32 shape_bytes, void (*entry)()) {
   Machine m;
   reset_runtime(*a, entry);
   if (!build(m, *a)) return kBadArgs;
-  return schedule(m);
+  detect::begin(m.arenas, m.arena_bytes);
+  const int status = schedule(m);
+  detect::end();
+  return status;
 }
 
 }  // namespace mk::host

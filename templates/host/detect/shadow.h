@@ -10,13 +10,11 @@ enum Flag : u32 { kWrite = 1, kStrong = 2, kAsync = 4, kPlain = 8 };  // kPlain:
 enum RaceKind : u32 { kDataRace, kProxyRace, kMixedSizes, kUnfencedBarrier };
 
 constexpr u32 kInFlight = ~0u;  // time of a copy that has not landed: nobody knows of it
-constexpr u32 kNoReads = ~0u;
-constexpr u32 kOddBytes = 1;    // a plain access of a single byte
 
 struct Access {
   u32 time;
   u32 lanes;    // of the warp; 0: an asynchronous copy
-  u32 pc;       // offset from mk_host_origin
+  u32 pc;       // offset from the library's start
   u32 context;  // node of the call tree
   u16 who;      // warp, or component of the mbarrier that counts the copy's bytes
   u8 flags;
@@ -30,7 +28,7 @@ struct ReadNode {
 
 struct Cell {
   Access write;
-  u32 reads;  // first node, kNoReads: none
+  u32 reads;  // first node, 0: none
 };
 
 struct Region {
@@ -56,11 +54,10 @@ struct Shadow {
 
 static Shadow shadow;
 
-// Addresses are reported as distances from here.
-static char mk_host_origin_byte;
-MK_FN u32 offset_of(const void* pc) {
-  return static_cast<u32>(reinterpret_cast<u64>(pc) - (reinterpret_cast<u64>(&mk_host_origin_byte) - (1u << 30)));
-}
+// The library's first byte: addresses of code are reported as distances from it, which is what addr2line wants.
+extern "C" const char __ehdr_start __attribute__((visibility("hidden")));
+
+MK_FN u32 offset_of(const void* pc) { return static_cast<u32>(static_cast<const char*>(pc) - &__ehdr_start); }
 
 // Cells are all zero at first: width 0, and reads 0, so the first node is never used.
 MK_FN void begin_region(Region& r, const void* base, u64 bytes, u32 shift) {
@@ -176,7 +173,11 @@ MK_FN bool check_reads(const Lane& l, const Region& r, u64 address, const Access
   for (u32 at = c.reads; at != 0; at = shadow.reads[at].next) {
     const Access& before = shadow.reads[at].access;
     if (both_strong(now, before) && now.width == before.width) continue;
-    if (unordered_lane(l, kOrdered, before) == kWarpSize) continue;
+    if (unordered_lane(l, kOrdered, before) == kWarpSize) {
+      const bool proxies_differ = ((now.flags ^ before.flags) & kAsync) != 0;
+      if (proxies_differ && (now.flags & kAsync) != 0 && unordered_lane(l, kProxy, before) != kWarpSize) ++rt.result->assumed;
+      continue;
+    }
     const u32 lane = unordered_lane(l, kSeen, before);
     if (lane != kWarpSize) {
       report_race(both_strong(now, before) ? kMixedSizes : kDataRace, r, address, now, before, lane);

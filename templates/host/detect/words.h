@@ -22,7 +22,7 @@ struct Message {
   u32 writer;  // lane; kBeforeLaunch
   u32 time;
   const u32* released;  // null: nothing
-  u32 released_time;
+  u32 releaser, released_time;
   bool gpu;  // scope of the release
 };
 
@@ -61,7 +61,7 @@ MK_FN Word& word_at(const void* p, u32 bytes) {
     Store& s = w.stores[0];
     std::memcpy(s.value, p, bytes);
     s.serial = ++words.serial;
-    s.message = {nullptr, kBeforeLaunch, 0, nullptr, 0, false};
+    s.message = {nullptr, kBeforeLaunch, 0, nullptr, 0, 0, false};
   }
   return w;
 }
@@ -114,28 +114,28 @@ MK_FN void raise(u32* clock, View v, u32 who, u32 time) {
   if (entry < time) entry = time;
 }
 
-MK_FN bool same_scope(const Lane& l, const Message& m, bool gpu) {
-  return (gpu && m.gpu) || m.writer / rt.num_threads == l.warp->block->index;
+// Readers acquire at the scope of the GPU; a release of smaller scope reaches its own block.
+MK_FN bool in_scope(const Lane& l, const Message& m) {
+  return m.gpu || m.releaser / rt.num_threads == l.warp->block->index;
 }
 
 MK_FN void observe(Lane& l, const Message& m, bool acquire) {
-  if (m.writer == kBeforeLaunch || m.writer == id_of(l)) return;
-  if (!covered(l, kSeen, m.writer, m.time)) {
+  if (m.writer == kBeforeLaunch) return;
+  if (m.writer != id_of(l) && !covered(l, kSeen, m.writer, m.time)) {
     settle_stores(l, m);
     u32* mine = private_clock(l);
     join(mine + kSeen * clocks.words, m.clock + kSeen * clocks.words, clocks.words);
     raise(mine, kSeen, m.writer, m.time + 1);
   }
-  if (m.released == nullptr || covered(l, kOrdered, m.writer, m.released_time)) return;
+  if (m.released == nullptr || !in_scope(l, m) || covered(l, kOrdered, m.releaser, m.released_time)) return;
   LaneState& s = state_of(l);
   if (!acquire && s.pending == nullptr) {
     s.pending = clocks.take_clock();
     std::memset(s.pending, 0, u64{kViews} * clocks.words * 4);
   }
-  if (!same_scope(l, m, true)) return;
-  u32* to = acquire ? private_clock(l) : s.pending;
+    u32* to = acquire ? private_clock(l) : s.pending;
   join(to, m.released, kViews * clocks.words);
-  for (const View v : {kOrdered, kSeen}) raise(to, v, m.writer, m.released_time + 1);
+  for (const View v : {kOrdered, kSeen}) raise(to, v, m.releaser, m.released_time + 1);
 }
 
 template <class V>
@@ -165,9 +165,20 @@ MK_FN void relaxed_store(const V* p, V v, bool release, const void*) {
   const LaneState& state = state_of(l);
   const u32* clock = publishable(l);
   const u32 time = tick(l);
-  s.message = {clock, id_of(l), time, state.released, state.released_time, state.released_gpu};
+  s.message = {clock, id_of(l), time, state.released, id_of(l), state.released_time, state.released_gpu};
   if (release) s.message.released = clock, s.message.released_time = time, s.message.gpu = true;
   note_sight(l, w, s.serial);
+}
+
+// A read-modify-write: reads the newest value, and hands on what its store released.
+MK_FN void exchanged(const u32* p, u32 v) {
+  if (!active()) return;
+  Message read = word_at(p, 4).stores[word_at(p, 4).count - 1].message;
+  observe(*rt.lane, read, false);
+  relaxed_store(p, v, false, nullptr);
+  Word& w = word_at(p, 4);
+  Message& m = w.stores[w.count - 1].message;
+  if (m.released == nullptr && read.released != nullptr) m.released = read.released, m.releaser = read.releaser, m.released_time = read.released_time, m.gpu = read.gpu;
 }
 
 MK_FN void begin_words() {

@@ -20,7 +20,7 @@ MK_OP cluster_ptr<T> mapa(smem_ptr<T> p, u32 rank) {
 template <class V>
 MK_OP void st_async(cluster_ptr<V> dst, V v, cluster_ptr<u64> bar) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "st.async stores 4, 8 or 16 bytes");
-  host::issue_store_async(dst.address, &v, sizeof(V), bar.address);
+  host::issue_store_async(dst.address, &v, sizeof(V), bar.address, MK_PC);
   host::maybe_preempt();
 }
 

@@ -16,7 +16,7 @@ MK_OP u64 policy_evict_normal() { return 0; }
 MK_OP u64 policy_evict_last() { return 0; }
 
 MK_OP void bulk_load(smem_ptr<char> dst, const char* src, u32 bytes, smem_ptr<u64> bar, u64) {
-  host::issue_bulk_load(dst.address, src, bytes, bar.address);
+  host::issue_bulk_load(dst.address, src, bytes, bar.address, MK_PC);
   host::maybe_preempt();
 }
 

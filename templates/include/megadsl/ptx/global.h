@@ -13,49 +13,44 @@ namespace mk::ptx {
 
 template <class V>
 MK_OP V ld_global(const V* p) {
-  return host::load_global<V>(p);
+  const V v = host::load_global<V>(p);
+  host::detect::global_access(p, sizeof(V), 0, MK_PC);
+  return v;
 }
 
 template <class V>
 MK_OP V ld_global_nc(const V* p) {
-  return host::load_global<V>(p);
+  const V v = host::load_global<V>(p);
+  host::detect::global_access(p, sizeof(V), 0, MK_PC);
+  return v;
 }
 
 template <class V>
 MK_OP void st_global(V* p, V v) {
   host::store_global<V>(p, v);
+  host::detect::global_access(p, sizeof(V), host::detect::kWrite, MK_PC);
 }
 
 template <class V>
 MK_OP V ld_relaxed(const V* p) {
-  host::maybe_preempt();
-  const V v = host::load_global<V>(p);
-  host::polled(p, v);
-  return v;
+  return host::load_strong(p, false, MK_PC);
 }
 
 template <class V>
 MK_OP void st_relaxed(V* p, V v) {
-  host::store_global<V>(p, v);
-  host::maybe_preempt();
+  host::store_strong(p, v, false, MK_PC);
 }
 
-MK_OP u32 ld_acquire(const u32* p) { return ld_relaxed<u32>(p); }
+MK_OP u32 ld_acquire(const u32* p) { return host::load_strong(p, true, MK_PC); }
 
-MK_OP void st_release(u32* p, u32 v) { st_relaxed<u32>(p, v); }
+MK_OP void st_release(u32* p, u32 v) { host::store_strong(p, v, true, MK_PC); }
 
 MK_OP u32 atom_cas(u32* p, u32 expect, u32 value) {
-  host::maybe_preempt();
-  const u32 old = host::load_global<u32>(p);
-  if (old == expect) host::store_global<u32>(p, value);
-  return old;
+  return host::exchange(p, MK_PC, [&](u32 old) { return old == expect ? value : old; });
 }
 
 MK_OP u32 atom_add(u32* p, u32 value) {
-  host::maybe_preempt();
-  const u32 old = host::load_global<u32>(p);
-  host::store_global<u32>(p, old + value);
-  return old;
+  return host::exchange(p, MK_PC, [&](u32 old) { return old + value; });
 }
 
 #else

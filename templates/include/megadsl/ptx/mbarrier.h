@@ -11,21 +11,21 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_OP void mbar_init(smem_ptr<u64> b, u32 arrivals) { host::mbar_init(b.address, arrivals); }
+MK_OP void mbar_init(smem_ptr<u64> b, u32 arrivals) { host::mbar_init(b.address, arrivals, MK_PC); }
 MK_OP void mbar_inval(smem_ptr<u64> b) { host::mbar_inval(b.address); }
 
 MK_OP void mbar_arrive(smem_ptr<u64> b) {
-  host::mbar_arrive(b.address, 0);
+  host::mbar_arrive(b.address, 0, MK_PC);
   host::maybe_preempt();
 }
 
 MK_OP void mbar_arrive_expect_tx(smem_ptr<u64> b, u32 bytes) {
-  host::mbar_arrive(b.address, bytes);
+  host::mbar_arrive(b.address, bytes, MK_PC);
   host::maybe_preempt();
 }
 
-MK_OP bool mbar_try_wait(smem_ptr<u64> b, u32 parity) { return host::mbar_poll(b.address, parity); }
-MK_OP bool mbar_test_wait(smem_ptr<u64> b, u32 parity) { return host::mbar_poll(b.address, parity); }
+MK_OP bool mbar_try_wait(smem_ptr<u64> b, u32 parity) { return host::mbar_poll(b.address, parity, MK_PC); }
+MK_OP bool mbar_test_wait(smem_ptr<u64> b, u32 parity) { return host::mbar_poll(b.address, parity, MK_PC); }
 
 #else
 

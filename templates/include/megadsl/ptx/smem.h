@@ -45,21 +45,28 @@ MK_OP smem_ptr<char> smem_base() { return {host::rt.block->arena}; }
 
 template <class V>
 MK_OP V ld_shared(smem_ptr<V> p) {
-  return host::load_shared<V>(p.address);
+  const V v = host::load_shared<V>(p.address);
+  host::detect::shared_access(p.address, sizeof(V), 0, MK_PC);
+  return v;
 }
 
 template <class V>
 MK_OP void st_shared(smem_ptr<V> p, V v) {
   host::store_shared<V>(p.address, v);
+  host::detect::shared_access(p.address, sizeof(V), host::detect::kWrite, MK_PC);
 }
 
 MK_OP u32 ld_shared_volatile(smem_ptr<u32> p) {
   const u32 v = host::load_shared<u32>(p.address);
+  host::detect::shared_access(p.address, 4, host::detect::kStrong, MK_PC);
   host::polled(p.address, v);
   return v;
 }
 
-MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) { host::store_shared<u32>(p.address, v); }
+MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) {
+  host::store_shared<u32>(p.address, v);
+  host::detect::shared_access(p.address, 4, host::detect::kStrong | host::detect::kWrite, MK_PC);
+}
 
 #else
 

@@ -1,0 +1,225 @@
+"""What each call does to a block's shared memory: which bytes, in which order, between which of the block's barriers.
+
+One stream of :class:`Access` and :class:`Meet` for one block and layer after layer: the contract of the functions in
+templates/include/megadsl/ (linear.h, prologue.h, attention.h, merge.h, sample.h, embed.h, exchange.h, block.h). A test counts
+their barriers against Instr.syncs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megadsl.check.model import Device, Matrix, Step
+from megadsl.ir.plan import Instr
+from megadsl.lower.shape import ident
+from megadsl.types import ceil_div
+
+WARP_THREADS = 32
+UNIT_BYTES = 16  # 8 features of one token
+MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
+MOST_UNITS = 3  # of an attention
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before."""
+
+    area: str
+    begin: int
+    size: int
+    write: bool
+    step: Step
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Meet:
+    """The block's barrier: everything before it is over."""
+
+    name: str
+
+
+Event: TypeAlias = Access | Meet
+
+
+class Stream:
+    """The accesses of one block's consumer role."""
+
+    def __init__(self, device: Device, block: int) -> None:
+        self.device = device
+        self.block = block
+        self.words = device.records["smem"]
+
+    def events(self, layers: int) -> Iterator[Event]:
+        step = next(self.device.steps(self.device.consumer, 1))
+        angles = self.device.tokens * self.device.plan.tunables.rope_dim // 2 * 8
+        entry = Step(Instr(step.instr.verb, "load_angles", step.instr.op, step.instr.span), None, {})
+        if angles:
+            yield Access("angles", self.device.records["step"][3], angles, True, entry)
+        for step in self.device.steps(self.device.consumer, layers):
+            handler = getattr(self, f"_{step.instr.call}", None)
+            if handler is not None:
+                yield from handler(step)
+
+    def owned(self, groups: int, offset: int) -> int:
+        shares = self.device.shares(groups, offset)
+        return shares[self.block + 1] - shares[self.block]
+
+    def _meet(self, instr: Instr, name: str) -> Iterator[Event]:
+        if name in instr.syncs:
+            yield Meet(name)
+
+    def _staged(self, step: Step, groups: int, write: bool) -> Iterator[Event]:
+        if groups:
+            yield Access("staged", self.words[3], groups * self.device.tokens * UNIT_BYTES, write, step)
+
+    def _share(self, value: str) -> int:
+        e = self.device.exchanges[value]
+        return self.owned(e.groups, e.share_offset)
+
+    def _embed(self, step: Step) -> Iterator[Event]:
+        words = self.device.records[ident(step.instr.op)]
+        yield from self._staged(step, self.owned(words[2], words[3]), True)
+        yield from self._meet(step.instr, "end")
+
+    def _publish(self, step: Step) -> Iterator[Event]:
+        yield from self._staged(step, self._share(str(step.instr.args["value"])), False)
+        yield from self._meet(step.instr, "flag")
+
+    def _keep(self, step: Step) -> Iterator[Event]:
+        value = str(step.instr.args["value"])
+        yield from self._staged(step, self._share(value), False)
+        yield from self._kept(step, value, True)
+
+    def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
+        if size := self._share(value) * self.device.tokens * UNIT_BYTES:
+            yield Access(f"kept.{value}", self.device.records[f"{ident(value)}_kept"][0], size, write, step)
+
+    def _gather_kept(self, step: Step) -> Iterator[Event]:
+        m = self.device.matrix(step.instr.op)
+        groups = self.owned(m.groups // m.fold, m.share_offset) * m.fold
+        begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
+        if groups:
+            yield Access("kept", begin, groups // m.fold * self.device.tokens * UNIT_BYTES, True, step)
+
+    def _matrix(self, step: Step) -> Iterator[Event]:
+        m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
+        own = self.owned(m.groups // m.fold, m.share_offset) * m.fold
+        half = batch * self.device.warps * self.device.tokens * 8 * 4
+        firsts = list(range(0, max(own, 1), batch))[:MOST_PASSES]
+        for turn, first in enumerate(firsts):
+            for chunk in range(m.chunks):
+                if m.chunks > 1 or first == 0:
+                    if chunk or first:
+                        yield from self._meet(step.instr, "refill")
+                    yield from self._prologue(step, m)
+                    yield from self._meet(step.instr, "gathered")
+                if own:
+                    yield self._activations(step, m, 0, False)
+                    yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, own=chunk > 0)
+            yield from self._meet(step.instr, "partials")
+            if own:
+                yield Access("partials", self.words[2] + turn % 2 * half, half, False, step)
+                yield from self._epilogue(step, own // m.fold)
+        yield from self._meet(step.instr, "end")
+
+    def _activations(self, step: Step, m: Matrix, second: int, write: bool, own: bool = False) -> Access:
+        size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
+        return Access(("activations", "second")[second], self.words[second], size, write, step, own)
+
+    def _prologue(self, step: Step, m: Matrix) -> Iterator[Event]:
+        operands = [0]
+        for inner in step.instr.body:
+            at = Step(inner, step.layer, step.names)
+            if inner.call == "gather":
+                operand = ("activations", "second").index(str(inner.args["into"]))
+                operands = sorted({*operands, operand})
+                yield self._activations(at, m, operand, True)
+            elif inner.call == "sync":
+                yield Meet("sync")
+            elif inner.call == "reduce":
+                yield from (self._activations(at, m, operand, False) for operand in operands)
+                yield from (self._scalars(at, i, False) for i in range(int(str(inner.args["index"]))))
+                yield self._scalars(at, int(str(inner.args["index"])), True)
+            elif inner.call == "apply":
+                yield from (self._scalars(at, i, False) for i in range(len(list(inner.args["reductions"]))))  # type: ignore[call-overload]
+                yield from (self._activations(at, m, operand, False) for operand in operands)
+                yield self._activations(at, m, 0, True, own=True)
+
+    def _scalars(self, step: Step, index: int, write: bool) -> Access:
+        tokens, warps = self.device.tokens, self.device.warps
+        size = tokens * (warps // min(tokens, warps)) * 4
+        return Access("scalars", self.words[5] + index * size, size, write, step)
+
+    def _epilogue(self, step: Step, groups: int) -> Iterator[Event]:
+        op, index = self.device.op(step.instr.op), 0
+        parts = {p.name for p in op.parts}
+        fused = () if op.epilogue is None else op.epilogue.args
+        for ref in (ref for _, ref in fused if hasattr(ref, "value") and ref.value not in parts):
+            if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
+                yield from self._kept(step, ref.value, False)
+            else:
+                size = groups * self.device.tokens * UNIT_BYTES
+                m = self.device.matrix(step.instr.op)
+                yield Access("kept", self.words[4] + index * m.fold * size, size, False, step)
+            index += 1
+        if step.instr.args["rope"] is not None:
+            yield Access("angles", self.device.records["step"][3], self.device.tokens * self.device.plan.tunables.rope_dim * 4, False, step)
+        if op.out is not None:
+            yield from self._staged(step, groups, True)
+
+    def _remote(self, step: Step, value: str) -> bool:
+        """Whether the op gathers the rows that it combines with its own, rather than having kept them."""
+        found = self.device.steps(self.device.consumer, 1)
+        return any(s.instr.call == "gather_kept" and s.instr.op == step.instr.op and s.instr.args["value"] == value for s in found)
+
+    def _attention(self, step: Step) -> Iterator[Event]:
+        instr, heads, device = step.instr, self.device.heads(step.instr.op), self.device
+        op = device.op(instr.op)
+        units = range(self.block, heads.units, device.blocks)
+        all_tiles, name = ceil_div(heads.rows, 16), instr.op
+        queries = Access(f"{name}.queries", heads.queries, all_tiles * 16 * op.head_dim * 2, True, step)
+        fresh = Access(f"{name}.fresh", heads.fresh, 16 * op.head_dim * 4, True, step)
+        tiles = min(device.warps, all_tiles)
+        parts = device.warps // tiles * tiles * min(16, heads.rows)
+        scratch = Access(f"{name}.scratch", heads.scratch, parts * (op.head_dim + 4) * 4, True, step)
+        for unit in units[:MOST_UNITS]:
+            last = [fresh] if unit % heads.splits + 1 == heads.splits else []
+            yield from (queries, *last)
+            yield from self._meet(instr, "gathered")
+            for _ in range(min(MOST_PASSES, heads.passes(device.warps))):
+                yield from (_reading(a) for a in (queries, *last))
+                yield scratch
+                yield from self._meet(instr, "parts")
+                yield _reading(scratch)
+                yield from self._meet(instr, "published")
+            yield from (_reading(a) for a in last)
+            yield from self._meet(instr, "end")
+        if not units:
+            yield from self._meet(instr, "idle")
+
+    def _merge(self, step: Step) -> Iterator[Event]:
+        heads = self.device.heads(step.instr.op)
+        yield from self._staged(step, self.owned(heads.merge_groups, heads.merge_offset), True)
+        yield from self._meet(step.instr, "end")
+
+    def _argmax(self, step: Step) -> Iterator[Event]:
+        threads, begin = self.device.warps * WARP_THREADS, self.words[5]
+        winners = Access("scalars", begin + threads * 8, self.device.tokens * 8, True, step)
+        candidates = Access("scalars", begin, threads * 8, True, step)
+        yield candidates
+        yield from self._meet(step.instr, "candidates")
+        yield from (_reading(candidates), winners)
+        yield from self._meet(step.instr, "winners")
+        yield _reading(winners)
+        if self.block == 0:
+            yield candidates
+            yield from self._meet(step.instr, "choice")
+            yield _reading(candidates)
+            yield from self._meet(step.instr, "end")
+
+
+def _reading(a: Access) -> Access:
+    return Access(a.area, a.begin, a.size, False, a.step)

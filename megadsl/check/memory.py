@@ -1,0 +1,172 @@
+"""A block's shared memory: accesses in conflict are kept apart by a barrier, and what is read is what was written there.
+
+Between two of the block's barriers its warps run in any order. So two accesses to the same bytes, one of them a write, must
+have a barrier between them, unless each thread touches only what it wrote itself. Played for every kind of block (those that
+own as much of everything are alike) over three layers: barriers order what lies further apart, and a layer's last accesses
+meet the next one's first in every pair of layers alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadsl.check.areas import Access, Meet, Stream
+from megadsl.check.model import Device
+from megadsl.check.report import Findings, shown
+from megadsl.diagnostics import declare
+from megadsl.ir.plan import Area
+from megadsl.source import Span
+
+RACE = declare(
+    "MK510",
+    "{op!r} {does} {area!r} in shared memory while other warps may still be {other} it",
+    "let the block meet between the two: a barrier behind the first of them",
+)
+CLOBBERED = declare(
+    "MK511",
+    "{op!r} reads {area!r} in shared memory, where {other!r} has been written since",
+    "give the two areas bytes of their own: lay only areas of different phases over each other",
+)
+UNWRITTEN = declare("MK512", "{op!r} reads {area!r} in shared memory, which nobody has written", "write the area in an earlier instruction")
+OUTSIDE = declare(
+    "MK513", "{op!r} touches bytes {begin} to {end} of shared memory, outside of {area!r}", "make the area as large as the op needs"
+)
+OVERLAP = declare(
+    "MK514", "{a!r} and {b!r} lie over each other in shared memory, and both live as long as the launch", "give each bytes of its own"
+)
+LAYERS = 3
+
+
+def check_memory(device: Device, findings: Findings) -> list[str]:
+    """Every kind of block: no race, no clobbered area, nothing outside its area."""
+    _overlaps(device, findings)
+    kinds = block_kinds(device)
+    count = 0
+    for block in kinds:
+        count += _play(device, block, findings)
+    return [
+        f"shared memory: {count} accesses of {len(kinds)} kinds of block over {min(LAYERS, device.plan.graph.layers)} layers: a barrier"
+        " between every two in conflict",
+        f"shared memory: {len(device.plan.areas)} areas, those that live as long as the launch apart from all others",
+    ]
+
+
+def block_kinds(device: Device) -> list[int]:
+    """One block of each kind: equal shares of every op, and block 0."""
+    seen: dict[tuple[object, ...], int] = {}
+    counts = [_counts(device, groups, offset) for groups, offset in _splits(device)]
+    for block in range(device.blocks):
+        units = [len(range(block, device.heads(op.name).units, device.blocks)) for op in device.ops[1]]
+        fresh = [_takes_fresh(device, op.name, block) for op in device.ops[1]]
+        seen.setdefault((block == 0, *(c[block] for c in counts), *units, *fresh), block)
+    return list(seen.values())
+
+
+def _takes_fresh(device: Device, op: str, block: int) -> tuple[bool, ...]:
+    heads = device.heads(op)
+    return tuple(unit % heads.splits + 1 == heads.splits for unit in range(block, heads.units, device.blocks))
+
+
+def _splits(device: Device) -> list[tuple[int, int]]:
+    found = [(e.groups, e.share_offset) for e in device.plan.exchanges]
+    for op in device.ops[0]:
+        m = device.matrix(op.name)
+        found.append((m.groups // m.fold, m.share_offset))
+    for attention in device.ops[1]:
+        heads = device.heads(attention.name)
+        found.append((heads.merge_groups, heads.merge_offset))
+    return list(dict.fromkeys(found))
+
+
+def _counts(device: Device, groups: int, offset: int) -> list[int]:
+    shares = device.shares(groups, offset)
+    return [end - begin for begin, end in zip(shares, shares[1:], strict=False)]
+
+
+@dataclass
+class _Last:
+    """The last accesses to an area's bytes."""
+
+    access: Access
+    meeting: int  # barriers passed by then
+    order: int
+
+
+def _play(device: Device, block: int, findings: Findings) -> int:
+    """Accesses played."""
+    meetings = count = 0
+    last: dict[tuple[str, int, bool], _Last] = {}
+    areas = {a.name: a for a in device.plan.areas}
+    for event in Stream(device, block).events(min(LAYERS, device.plan.graph.layers)):
+        if isinstance(event, Meet):
+            meetings += 1
+            continue
+        count += 1
+        _inside(event, areas, findings)
+        touching = [found for found in last.values() if _touch(found.access, event)]
+        for found in touching:
+            if found.meeting == meetings and _conflict(found.access, event):
+                _race(found.access, event, block, findings)
+        if not event.write:
+            _contents(event, touching, block, findings)
+        last[event.area, event.begin, event.write] = _Last(event, meetings, count)
+    return count
+
+
+def _touch(a: Access, b: Access) -> bool:
+    return a.begin < b.begin + b.size and b.begin < a.begin + a.size
+
+
+def _conflict(first: Access, then: Access) -> bool:
+    """Threads of one instruction write different bytes; ``own`` accesses follow the same thread's."""
+    same = first.area == then.area and first.step.instr is then.step.instr and first.step.layer == then.step.layer
+    if first.write and then.write and same:
+        return False
+    return (first.write or then.write) and not (then.own and same)
+
+
+def _contents(read: Access, touching: list[_Last], block: int, findings: Findings) -> None:
+    writes = [found for found in touching if found.access.write]
+    if not writes:
+        rows = [(f"consumer of block {block}", [f"reads {read.area}: {shown(read.step.instr, read.step.layer)}"])]
+        findings.add(UNWRITTEN, read.step.instr.span, rows, op=read.step.instr.op, area=read.area)
+        return
+    newest = max(writes, key=lambda found: found.order).access
+    if newest.area != read.area:
+        rows = [
+            (f"consumer of block {block}", [f"writes {newest.area}: {shown(newest.step.instr, newest.step.layer)}", ""]),
+            ("the same block, later", ["", f"reads {read.area}: {shown(read.step.instr, read.step.layer)}"]),
+        ]
+        findings.add(CLOBBERED, read.step.instr.span, rows, op=read.step.instr.op, area=read.area, other=newest.area)
+
+
+def _race(first: Access, then: Access, block: int, findings: Findings) -> None:
+    def line(a: Access) -> str:
+        return f"{'writes' if a.write else 'reads'} {a.area}: {shown(a.step.instr, a.step.layer)}"
+
+    rows = [
+        (f"consumer of block {block}, one warp", [line(first), "no barrier"]),
+        ("consumer, another warp", ["", "no barrier", line(then)]),
+    ]
+    does, other = ("writes" if then.write else "reads"), ("writing" if first.write else "reading")
+    findings.add(RACE, then.step.instr.span, rows, op=then.step.instr.op, area=first.area, does=does, other=other)
+
+
+def _inside(a: Access, areas: dict[str, Area], findings: Findings) -> None:
+    area = areas.get(a.area)
+    end = a.begin + a.size
+    if area is None or a.begin < area.offset or end > area.offset + area.bytes:
+        rows = [("consumer", [shown(a.step.instr, a.step.layer)]), (a.area, [f"{area.offset} to {area.offset + area.bytes}" if area else "-"])]
+        findings.add(OUTSIDE, a.step.instr.span, rows, op=a.step.instr.op, area=a.area, begin=a.begin, end=end)
+
+
+def _overlaps(device: Device, findings: Findings) -> None:
+    """Areas that are not laid over others on purpose have bytes of their own; the launch's bytes hold them all."""
+    areas = [a for a in device.plan.areas if a.bytes]
+    span: Span = device.plan.graph.span
+    for index, a in enumerate(areas):
+        for b in areas[index + 1 :]:
+            apart = a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
+            if not apart and not (a.overlay and b.overlay):
+                rows = [(a.name, [f"{a.offset} to {a.offset + a.bytes}"]), (b.name, [f"{b.offset} to {b.offset + b.bytes}"])]
+                findings.add(OVERLAP, span, rows, what=f"{a.name}, {b.name}", a=a.name, b=b.name)

@@ -1,0 +1,169 @@
+"""What the race detector found, in the words of the kernel's text and of the spec."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megadsl.diagnostics import declare, error
+from megadsl.emulate.abi import BUFFERS, RaceRecord, RaceSide
+
+NO_ADDR2LINE = declare(
+    "MK362",
+    "no addr2line on PATH; the race detector names lines with it",
+    "apt install binutils  (or your system's package of GNU binutils)",
+)
+
+KINDS = ("data race", "missing proxy fence", "mixed sizes", "mbarrier not fenced")
+_WRITE, _STRONG, _ASYNC, _PLAIN = 1, 2, 4, 8
+_COPY_LANE = 32
+
+_ROLE = re.compile(r"//\s*role: (\S+)")
+_OP = re.compile(r"//\s*([^:]+):.*\[([^\[\]]+:\d+)\]\s*$")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in the kernel's text or its headers. ``file`` is the file's name without its folder."""
+
+    function: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a race.
+
+    ``how`` says what was done ("write", "read", "strong write", "copy read", ...), ``width`` its bytes. ``warp`` and ``lane``
+    are None for an asynchronous copy, whose frames are those of its issue. ``frames`` go from the access outwards. ``line`` is
+    the line of kernel.cu that led to it (0: unknown); ``text`` that line; ``role``, ``op`` and ``span`` what the comments above
+    it say, "" when there are none.
+    """
+
+    how: str
+    width: int
+    block: int
+    warp: int | None
+    lane: int | None
+    frames: tuple[Frame, ...]
+    line: int
+    text: str
+    role: str
+    op: str
+    span: str
+
+    def __str__(self) -> str:
+        who = f"block {self.block}, " + ("asynchronous copy" if self.warp is None else f"warp {self.warp}, lane {self.lane}")
+        spec = f", role {self.role or '?'}, op {self.op} ({self.span})" if self.op else ""
+        inner = f"; in {self.frames[0].function}, {self.frames[0].file}:{self.frames[0].line}" if self.frames else ""
+        return f"{self.how} of {self.width} bytes by {who}: kernel.cu:{self.line} `{self.text}`{spec}{inner}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to one place that nothing orders. ``space`` is a buffer's name or "shared", ``block`` then its owner (else
+    None); ``offset`` counts bytes from the buffer's or the block's start. ``kind`` is one of KINDS."""
+
+    kind: str
+    space: str
+    block: int | None
+    offset: int
+    now: Access
+    before: Access
+
+    def __str__(self) -> str:
+        where = f"{self.space} + {self.offset}" + ("" if self.block is None else f" of block {self.block}")
+        return f"{self.kind} on {where}\n    {self.now}\n    {self.before}"
+
+
+def describe_races(records: Sequence[RaceRecord], library: Path, text: str) -> tuple[Race, ...]:
+    """The records of one launch of ``library``, which was made from the kernel.cu ``text``. Raises MK362 when there are some and no addr2line."""
+    if not records:
+        return ()
+    source = text.splitlines()
+    addresses = sorted({pc for record in records for side in (record.now, record.before) for pc in side.stack if pc})
+    frames = dict(zip(addresses, _frames(library, addresses), strict=True))
+    return tuple(
+        Race(
+            kind=KINDS[record.kind],
+            space=BUFFERS[record.space] if record.space < len(BUFFERS) else "shared",
+            block=None if record.space < len(BUFFERS) else record.home,
+            offset=record.offset,
+            now=_access(record.now, frames, source),
+            before=_access(record.before, frames, source),
+        )
+        for record in records
+    )
+
+
+def _frames(library: Path, addresses: Sequence[int]) -> Iterable[tuple[Frame, ...]]:
+    """Inlined calls included, innermost first. The addresses are return addresses: the call is the byte before."""
+    tool = shutil.which("addr2line")
+    if tool is None:
+        raise error(NO_ADDR2LINE)
+    command = [tool, "-e", str(library), "-a", "-f", "-i", "-C", *(hex(address - 1) for address in addresses)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found: list[list[Frame]] = []
+    names: list[str] = []
+    for text in lines:
+        if text.startswith("0x"):
+            found.append([])
+        elif not names:
+            names.append(text)
+        else:
+            file, _, line = text.partition(" ")[0].rpartition(":")
+            found[-1].append(Frame(_short(names.pop()), Path(file).name, int(line) if line.isdigit() else 0))
+    return [tuple(frames) for frames in found]
+
+
+def _short(function: str) -> str:
+    """The function's name without return type, template arguments and parameters."""
+    while "<" in function:
+        smaller = re.sub(r"<[^<>]*>", "", function)
+        if smaller == function:
+            break
+        function = smaller
+    return function.partition("(")[0].split(" ")[-1] or function
+
+
+def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequence[str]) -> Access:
+    stack = [frame for pc in side.stack if pc for frame in frames[pc]]
+    line = next((frame.line for frame in stack if frame.file == "kernel.cu"), 0)
+    role, op, span = _spec_of(source, line)
+    copy = side.lane == _COPY_LANE
+    return Access(
+        how=_how(side.flags),
+        width=side.width,
+        block=side.block,
+        warp=None if copy else side.warp,
+        lane=None if copy else side.lane,
+        frames=tuple(stack),
+        line=line,
+        text=source[line - 1].strip() if 0 < line <= len(source) else "?",
+        role=role,
+        op=op,
+        span=span,
+    )
+
+
+def _how(flags: int) -> str:
+    words = [word for bit, word in ((_ASYNC, "copy"), (_STRONG, "strong"), (_PLAIN, "plain")) if flags & bit]
+    return " ".join([*words, "write" if flags & _WRITE else "read"])
+
+
+def _spec_of(source: Sequence[str], line: int) -> tuple[str, str, str]:
+    """Role, op and spec line that the comments above a line of kernel.cu name."""
+    op = span = ""
+    for text in reversed(source[:line]):
+        role = _ROLE.search(text)
+        if role:
+            return role[1], op, span
+        found = _OP.search(text)
+        if found and not op:
+            op, span = found[1].strip(), found[2]
+    return "", op, span
