@@ -109,7 +109,8 @@ class Emulator:
         )
         status = Status(self._run(ctypes.byref(args)))
         if status == Status.FAULT:
-            raise error(FAULT, what=result.message.decode(errors="replace"))
+            found = describe_races(races[: result.race_count], self._path, self._source)
+            raise error(FAULT, what=result.message.decode(errors="replace"), detail="\n".join(map(str, found)))
         if status == Status.BAD_ARGS:
             raise error(BAD_LAUNCH, blocks=args.blocks, cluster=args.cluster, threads=args.threads, words=len(shape))
         return replace(_report(result, hangs), races=describe_races(races[: result.race_count], self._path, self._source))

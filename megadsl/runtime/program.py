@@ -12,7 +12,7 @@ import torch
 from megadsl.build.host import build_library
 from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError, declare, error
-from megadsl.emulate import Emulator
+from megadsl.emulate import Emulator, LaunchReport
 from megadsl.resources import include
 from megadsl.runtime.control import ERROR, Control, MegakernelHang, describe_wait, recorded_wait
 from megadsl.runtime.cuda import CudaKernel, check_gpu
@@ -61,10 +61,10 @@ class Program:
 
     ``manifest`` and ``source`` (the text of kernel.cu) are the compiler's; ``weights`` is the packed arena on ``device``
     ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU. ``timeout_s`` is how long a wait
-    may last on a GPU; ``seed`` orders the emulator's asynchronous copies. ``defines`` are compile-time switches.
+    may last on a GPU; ``seed`` and ``policy`` order the emulator's schedule. ``defines`` are compile-time switches.
 
     ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
-    Raises MK440 to MK448.
+    ``report`` is what the emulator said of the last launch (None: there was none). Raises MK440 to MK448.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class Program:
         cubin: Path | None = None,
         timeout_s: float = 2.0,
         seed: int = 0,
+        policy: int = 0,
         defines: Mapping[str, str] | None = None,
     ) -> None:
         self.manifest = manifest
         self.device = resolve_device(device, manifest["arch"])
-        self.seed = seed
+        self.seed, self.policy = seed, policy
+        self.report: LaunchReport | None = None
         self.buffers = self._allocate(weights)
         self._fill_exchange()
         self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6))
@@ -159,7 +161,7 @@ class Program:
 
     def _loader(self, source: str, cubin: Path | None, defines: dict[str, str]) -> Callable[[], None]:
         if self.device.type == "cpu":
-            emulator = Emulator(build_library(source, [include()], defines))
+            emulator = Emulator(build_library(source, [include()], defines), source)
             return lambda: self._emulate(emulator)
         path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines).path
         with torch.cuda.device(self.device):
@@ -173,10 +175,11 @@ class Program:
 
     def _emulate(self, emulator: Emulator) -> None:
         try:
-            report = emulator.launch(self.manifest, self.addresses(), seed=self.seed)
+            report = emulator.launch(self.manifest, self.addresses(), seed=self.seed, policy=self.policy)
         except MegadslError:
             self._recover()
             raise
+        self.report = report
         if report.hangs:
             self._recover()
             # the threads of a warp wait together: once is enough

@@ -9,9 +9,7 @@
 // The lanes of a warp share one clock; a lane that learns something gets its own until the warp next meets in bar.warp.sync.
 #pragma once
 
-#include <unordered_map>
-
-#include "host/runtime.h"
+#include "host/detect/containers.h"
 
 namespace mk::host::detect {
 
@@ -20,9 +18,6 @@ enum View : u32 { kOrdered, kProxy, kSeen, kViews };
 typedef u32 Word8 __attribute__((vector_size(32)));
 
 constexpr u32 kBarriersPerBlock = 96;
-constexpr u64 kPoolBytes = 1ull << 36;  // address space, not memory
-
-struct Message;
 
 struct LaneState {
   u32* clock;           // null: the warp's
@@ -43,21 +38,12 @@ struct WarpState {
   const u32* copied;
 };
 
-// Parts of the state that the clocks need. Memory comes from one reservation and is given back as a whole.
 struct Clocks {
   u32 lanes, warps_per_block, words;  // words per view, a multiple of 8
-  std::vector<LaneState> lane;
-  std::vector<WarpState> warp;
-  char* pool = nullptr;
-  u64 pool_used;
+  Array<LaneState> lane;
+  Array<WarpState> warp;
 
-  MK_FN char* take(u64 bytes) {
-    char* p = pool + pool_used;
-    pool_used += (bytes + 63) & ~63ull;
-    if (pool_used > kPoolBytes) fault("the race detector needs more than %llu bytes of clocks", kPoolBytes);
-    return p;
-  }
-  MK_FN u32* take_clock() { return reinterpret_cast<u32*>(take(u64{kViews} * words * 4)); }
+  MK_FN u32* take_clock() { return pool.take<u32>(u64{kViews} * words); }
 };
 
 static Clocks clocks;
@@ -174,26 +160,16 @@ MK_FN void begin_clocks() {
   clocks.lanes = rt.num_blocks * rt.num_threads;
   clocks.warps_per_block = rt.num_threads / kWarpSize;
   clocks.words = (clocks.lanes + rt.num_blocks * kBarriersPerBlock + 7) / 8 * 8;
-  void* p = mmap(nullptr, kPoolBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  clocks.pool = p == MAP_FAILED ? nullptr : static_cast<char*>(p);
-  if (clocks.pool == nullptr) fault("no address space for the race detector's clocks");
-  clocks.pool_used = 0;
-  clocks.lane.assign(clocks.lanes, {});
-  clocks.warp.assign(clocks.lanes / kWarpSize, {});
-  if (rt.failed) return;
-  for (WarpState& w : clocks.warp) {
+  clocks.lane.reset(clocks.lanes);
+  clocks.warp.reset(clocks.lanes / kWarpSize);
+  for (u32 i = 0; i < clocks.warp.size; ++i) {
+    WarpState& w = clocks.warp[i];
     w.time = w.synced = 1;  // time 0 is before the launch
     w.clock = clocks.take_clock();
-    std::memset(w.clock, 0, u64{kViews} * clocks.words * 4);
   }
   for (u32 i = 0; i < clocks.lanes; ++i) {
     for (const View v : {kOrdered, kSeen}) clocks.warp[i / kWarpSize].clock[v * clocks.words + i] = 1;
   }
-}
-
-MK_FN void end_clocks() {
-  if (clocks.pool != nullptr) munmap(clocks.pool, kPoolBytes);
-  clocks.pool = nullptr;
 }
 
 }  // namespace mk::host::detect

@@ -22,34 +22,32 @@ struct Rendezvous {
 };
 
 struct Events {
-  std::unordered_map<u64, BarrierState> barriers;
-  std::vector<u32> barriers_of;  // per block: components given out
-  std::vector<Rendezvous> clusters;
+  Table<BarrierState*> barrier_at;
+  Array<BarrierState*> barriers;
+  Array<u32> barriers_of;  // per block: components given out
+  Array<Rendezvous> clusters;
 };
 
 static Events events;
-
-MK_FN u32* zero_clock() {
-  u32* c = clocks.take_clock();
-  std::memset(c, 0, u64{kViews} * clocks.words * 4);
-  return c;
-}
 
 MK_FN void begin(const char* arenas, u64 arena_bytes) {
   LaunchResult& r = *rt.result;
   r.race_count = 0;
   r.races_found = r.assumed = r.stale = 0;
+  pool.open();
+  if (rt.failed) return;
   begin_clocks();
   begin_shadow(arenas, arena_bytes);
   begin_words();
-  events.barriers.clear();
-  events.barriers_of.assign(rt.num_blocks, 0);
-  events.clusters.assign(rt.num_blocks / rt.cluster_size, {});
-  for (Rendezvous& c : events.clusters) c = {zero_clock(), zero_clock()};
+  events.barrier_at.reset();
+  events.barriers = {};
+  events.barriers_of.reset(rt.num_blocks);
+  events.clusters.reset(rt.num_blocks / rt.cluster_size);
+  for (u32 i = 0; i < events.clusters.size; ++i) events.clusters[i] = {clocks.take_clock(), clocks.take_clock()};
 }
 
 MK_FN void end() {
-  end_clocks();
+  pool.close();
   end_shadow();
 }
 
@@ -64,22 +62,22 @@ MK_FN void global_access(const void* p, u32 bytes, u32 flags, const void* pc) {
   if (Region* r = region_of(address)) access(*rt.lane, *r, address, bytes, access_by(*rt.lane, flags, bytes, offset_of(pc)));
 }
 
-MK_FN BarrierState* barrier_at(const char* p) {
-  const auto found = events.barriers.find(reinterpret_cast<u64>(p));
-  return found == events.barriers.end() ? nullptr : &found->second;
-}
+MK_FN BarrierState* barrier_at(const char* p) { return events.barrier_at.find(reinterpret_cast<u64>(p)); }
 
 MK_FN void barrier_initialised(const char* p, const void* pc) {
   if (!active()) return;
   shared_access(p, 8, kWrite, pc);
-  BarrierState& b = events.barriers[reinterpret_cast<u64>(p)];
+  BarrierState*& known = events.barrier_at.at(reinterpret_cast<u64>(p));
   const u32 block = rt.block->index;
-  if (b.done == nullptr) {
+  if (known == nullptr) {
     if (events.barriers_of[block] == kBarriersPerBlock) fault("the race detector knows %u mbarriers of a block", kBarriersPerBlock);
-    b.component = block * kBarriersPerBlock + events.barriers_of[block]++;
-    b.gathering = zero_clock();
-    b.done = zero_clock();
+    known = pool.take<BarrierState>(1);
+    events.barriers.push(known);
+    known->component = block * kBarriersPerBlock + events.barriers_of[block]++;
+    known->gathering = clocks.take_clock();
+    known->done = clocks.take_clock();
   }
+  BarrierState& b = *known;
   b.initialiser = id_of(*rt.lane);
   b.fenced = false;
   b.initialised = access_by(*rt.lane, kWrite, 8, offset_of(pc));
@@ -96,7 +94,9 @@ MK_FN void barrier_completed(const char* p) {
   if (!active()) return;
   BarrierState* b = barrier_at(p);
   if (b == nullptr) return;
-  std::swap(b->gathering, b->done);
+  u32* complete = b->gathering;
+  b->gathering = b->done;
+  b->done = complete;
   std::memset(b->gathering, 0, u64{kViews} * clocks.words * 4);
   ++b->phase;
   for (const View v : {kOrdered, kProxy, kSeen}) b->done[v * clocks.words + clocks.lanes + b->component] = b->phase;
@@ -117,7 +117,7 @@ MK_FN void cluster_arrived(const Lane& l) {
 MK_FN void cluster_completed(const Block& b) {
   if (!active()) return;
   Rendezvous& c = events.clusters[b.index / rt.cluster_size];
-  std::swap(c.gathering, c.done);
+  c = {c.done, c.gathering};
   std::memset(c.gathering, 0, u64{kViews} * clocks.words * 4);
 }
 
@@ -166,8 +166,9 @@ MK_FN void copy_landed(const Agent& a) {
 }
 
 MK_FN void barrier_fence() {
-  for (auto& [address, b] : events.barriers) {
-    if (b.initialiser == id_of(*rt.lane)) b.fenced = true;
+  if (!active()) return;
+  for (u32 i = 0; i < events.barriers.size; ++i) {
+    if (events.barriers[i]->initialiser == id_of(*rt.lane)) events.barriers[i]->fenced = true;
   }
 }
 

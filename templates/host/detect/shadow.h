@@ -45,11 +45,11 @@ struct CallNode {
 
 struct Shadow {
   Region regions[kBufferCount + 1];  // the last: all arenas
-  std::vector<ReadNode> reads;
+  Array<ReadNode> reads;
   u32 free_reads;
-  std::vector<CallNode> calls;
-  std::unordered_map<u64, u32> call_of;
-  std::unordered_map<u64, bool> reported;
+  Array<CallNode> calls;
+  Table<u32> call_of;
+  Table<bool> reported;
 };
 
 static Shadow shadow;
@@ -82,8 +82,8 @@ MK_FN u32 take_read(const Access& a, u32 next) {
   if (at != 0) {
     shadow.free_reads = shadow.reads[at].next;
   } else {
-    at = static_cast<u32>(shadow.reads.size());
-    shadow.reads.push_back({});
+    at = shadow.reads.size;
+    shadow.reads.push({});
   }
   shadow.reads[at] = {a, next};
   return at;
@@ -115,7 +115,9 @@ MK_FN void describe(RaceSide& side, const Access& a, u32 lane) {
 MK_FN __attribute__((noinline, cold)) void report_race(RaceKind kind, const Region& r, u64 address, const Access& now, const Access& before,
                                                        u32 before_lane) {
   const u64 key = (now.pc * 0x9e3779b97f4a7c15ull ^ before.pc) * 0xc2b2ae3d27d4eb4full + kind * 16 + (now.flags & kWrite) * 2 + (before.flags & kWrite);
-  if (!shadow.reported.emplace(key, true).second) return;
+  bool& reported = shadow.reported.at(key | 1);
+  if (reported) return;
+  reported = true;
   LaunchResult& out = *rt.result;
   ++out.races_found;
   if (out.race_count == out.race_capacity) return;
@@ -233,11 +235,13 @@ MK_FN void begin_shadow(const char* arenas, u64 arena_bytes) {
   constexpr u32 kShift[kBufferCount] = {1, 4, 1, 1, 1, 4, 1};  // weights and rope: nobody writes there, and they are large
   for (u32 i = 0; i < kBufferCount; ++i) begin_region(shadow.regions[i], rt.args->buffers[i], rt.args->buffer_bytes[i], kShift[i]);
   begin_region(shadow.regions[kBufferCount], arenas, arena_bytes, 1);
-  shadow.reads.assign(1, {});
+  shadow.reads = {};
+  shadow.reads.push({});
   shadow.free_reads = 0;
-  shadow.calls.assign(1, {});
-  shadow.call_of.clear();
-  shadow.reported.clear();
+  shadow.calls = {};
+  shadow.calls.push({});
+  shadow.call_of.reset();
+  shadow.reported.reset();
 }
 
 MK_FN void end_shadow() {

@@ -15,16 +15,19 @@ MK_FN void plain_access(const void* p, u64 bytes, u32 flags, const void* pc) {
 }
 
 MK_FN void enter_function(const void* pc) {
-  if (rt.lane == nullptr || clocks.pool == nullptr) return;
+  if (rt.lane == nullptr || pool.base == nullptr) return;
   u32& context = state_of(*rt.lane).context;
   const u32 at = offset_of(pc);
-  const auto [found, fresh] = shadow.call_of.emplace(u64{context} << 32 | at, static_cast<u32>(shadow.calls.size()));
-  if (fresh) shadow.calls.push_back({context, at});
-  context = found->second;
+  u32& call = shadow.call_of.at(u64{context} << 32 | at);
+  if (call == 0) {
+    call = shadow.calls.size;
+    shadow.calls.push({context, at});
+  }
+  context = call;
 }
 
 MK_FN void leave_function() {
-  if (rt.lane == nullptr || clocks.pool == nullptr) return;
+  if (rt.lane == nullptr || pool.base == nullptr) return;
   u32& context = state_of(*rt.lane).context;
   context = shadow.calls[context].parent;
 }

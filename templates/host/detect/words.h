@@ -38,26 +38,28 @@ struct Sight {
 };
 
 struct Word {
-  u32 bytes = 0, count = 0;
+  u32 bytes, count;
   Store stores[kHistory];  // oldest first
-  std::vector<Sight> sights;
+  Array<Sight> sights;
 };
 
 struct Words {
-  std::unordered_map<u64, Word> at;
+  Table<Word*> at;
   u64 serial;
-  std::vector<u32> settled;  // per lane: stores before this time have made a round trip
+  Array<u32> settled;  // per lane: stores before this time have made a round trip
 };
 
 static Words words;
 
 MK_FN Word& word_at(const void* p, u32 bytes) {
-  Word& w = words.at[reinterpret_cast<u64>(p)];
+  Word*& known = words.at.at(reinterpret_cast<u64>(p));
+  if (known == nullptr) known = pool.take<Word>(1);
+  Word& w = *known;
   const bool stale = w.count == 0 || w.bytes != bytes || std::memcmp(w.stores[w.count - 1].value, p, bytes) != 0;
   if (stale) {  // first access, or changed by other means
     w.bytes = bytes;
     w.count = 1;
-    w.sights.clear();
+    w.sights.size = 0;
     Store& s = w.stores[0];
     std::memcpy(s.value, p, bytes);
     s.serial = ++words.serial;
@@ -71,9 +73,10 @@ MK_FN bool must_see(const Lane& l, const Store& s) {
   return m.writer == kBeforeLaunch || covered(l, kOrdered, m.writer, m.time) || m.time < words.settled[m.writer];
 }
 
-MK_FN u64 oldest_coherent(const Lane& l, const Word& w) {
+MK_FN u64 oldest_coherent(const Lane& l, Word& w) {
   u64 floor = 0;
-  for (const Sight& s : w.sights) {
+  for (u32 i = 0; i < w.sights.size; ++i) {
+    const Sight& s = w.sights[i];
     const bool mine = s.lane / kWarpSize == id_of(*l.warp);
     if (s.serial > floor && (mine || covered(l, kOrdered, s.lane, s.time))) floor = s.serial;
   }
@@ -82,12 +85,13 @@ MK_FN u64 oldest_coherent(const Lane& l, const Word& w) {
 
 MK_FN void note_sight(const Lane& l, Word& w, u64 serial) {
   const Sight now{id_of(l), state_of(*l.warp).time, serial};
-  for (Sight& s : w.sights) {
+  for (u32 i = 0; i < w.sights.size; ++i) {
+    Sight& s = w.sights[i];
     if (s.lane / kWarpSize != now.lane / kWarpSize) continue;
     s = now;
     return;
   }
-  w.sights.push_back(now);
+  w.sights.push(now);
 }
 
 MK_FN const Store& choose(const Lane& l, Word& w) {
@@ -129,10 +133,7 @@ MK_FN void observe(Lane& l, const Message& m, bool acquire) {
   }
   if (m.released == nullptr || !in_scope(l, m) || covered(l, kOrdered, m.releaser, m.released_time)) return;
   LaneState& s = state_of(l);
-  if (!acquire && s.pending == nullptr) {
-    s.pending = clocks.take_clock();
-    std::memset(s.pending, 0, u64{kViews} * clocks.words * 4);
-  }
+  if (!acquire && s.pending == nullptr) s.pending = clocks.take_clock();
     u32* to = acquire ? private_clock(l) : s.pending;
   join(to, m.released, kViews * clocks.words);
   for (const View v : {kOrdered, kSeen}) raise(to, v, m.releaser, m.released_time + 1);
@@ -182,9 +183,9 @@ MK_FN void exchanged(const u32* p, u32 v) {
 }
 
 MK_FN void begin_words() {
-  words.at.clear();
+  words.at.reset();
   words.serial = 0;
-  words.settled.assign(clocks.lanes, 0);
+  words.settled.reset(clocks.lanes);
 }
 
 }  // namespace mk::host::detect

@@ -283,7 +283,8 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     block.sync();
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
-      const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), classes = B::kWarps / tiles;
+      const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
+      const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
       const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
       const u32 row0 = (first_tile + tile) * 16 + block.lane() / 4;
@@ -324,6 +325,8 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
     block.sync();
   }
+  // A block without a unit meets as well: what it staged before is still being published, and the merge stages anew.
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
 }
 
 }  // namespace mk

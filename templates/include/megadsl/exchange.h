@@ -241,7 +241,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    wait(cx, site, step * threads + thread, round.sequence, [&](u32& observed) {
+    wait(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kPolls; ++i) {

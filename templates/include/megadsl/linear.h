@@ -153,11 +153,13 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
     for (u32 i = 0; i < kAtOnce; ++i)
       if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
     const smem_ptr<char> x = activations.template at<char>(piece * kTileBytes);
-    if (kAlwaysAll || count == kTilesAtOnce)
+    if (kAlwaysAll || count == kTilesAtOnce) {
       multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, sums);
-    else
+      reader.template release<kTilesAtOnce>();
+    } else {
       multiply_tiles<1, G::kPanels>(block, tiles, x, 0, sums);
-    reader.release(count);
+      reader.template release<1>();
+    }
     piece += count;
     if (!kSingle && piece < G::kPieces) continue;
     if (!kSingle) sums[0].add(sums[1]);

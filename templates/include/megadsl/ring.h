@@ -122,10 +122,12 @@ struct Reader {
     wait_barrier(cx, site, tile, ring.full + there.slot, there.parity);
     return ring.stage(there.slot);
   }
-  // Lets the loader have the next `count` stages; all lanes of the warp are done with them.
-  MK_DEV void release(u32 count = 1) {
+  // Lets the loader have the next kCount stages; all lanes of the warp are done with them.
+  template <u32 kCount = 1>
+  MK_DEV void release() {
     ptx::syncwarp();
-    for (u32 i = 0; i < count; ++i) {
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
       if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + at.slot);
       at.advance();
     }

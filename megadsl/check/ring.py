@@ -1,0 +1,390 @@
+"""The rings: loaders fill stages in the order in which the consumers take them, and nobody waits for ever.
+
+A block's roles are a network without choices: each waits for one thing at a time, and whoever can go on may go on in any order
+without changing what the others find. So playing them greedily, once, shows every schedule: if the roles reach their
+ends here, they always do; if they are stuck, they always are. Played per kind of block and for several lengths of the KV cache,
+among them none, with every loader, its gates, its ring's stages and the stages that the consumers hold at once.
+
+Phases. `full` has one arrival (the loader's expect_tx) and the copy's bytes, `empty` one of each consumer warp. A slot is filled again
+only behind its `empty`, and emptied only behind its `full`, so neither barrier can be a whole round ahead of who waits for it: one parity
+bit tells them apart. The loader's own look at `full`, a window behind, needs window <= stages, to which ring.h clamps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from megadsl.check.memory import block_kinds
+from megadsl.check.model import Device, Step, attention_unit
+from megadsl.check.report import Findings, shown
+from megadsl.diagnostics import declare
+from megadsl.ir.plan import Program
+from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces
+from megadsl.lower.shape import CHUNK_ROWS
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.types import ceil_div
+
+ORDER = declare(
+    "MK520",
+    "the consumers take {taken} from ring {ring!r} where the loader fills {filled}",
+    "load what an op reads in the order in which its consumers take it, through one ring, as often per layer",
+)
+STUCK = declare(
+    "MK521",
+    "{what} cannot go on: the roles of a block wait for each other",
+    "give the ring more stages, or open the gate before the first wait that needs what lies behind it",
+)
+ARRIVALS = declare(
+    "MK522",
+    "ring {ring!r} waits for {expected} arrivals per stage, {arriving} consumer warps let go of one",
+    "let every consumer warp take part: the barrier's count and the role's warps are one number",
+)
+SMALL = declare("MK523", "{what} needs {need} bytes, it has {have}", "use larger stages, or fewer vectors and chunks")
+LEFT = declare(
+    "MK524",
+    "ring {ring!r} still holds {left} stages when its consumers have ended",
+    "take every stage that is loaded, also in blocks without rows and with an empty cache",
+)
+LAYERS = 3
+TILES_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Stages that one instruction loads, or that the consumers take: ``what`` tells them from all others."""
+
+    what: tuple[object, ...]
+    count: int
+    step: Step
+
+
+@dataclass(frozen=True)
+class Take:
+    """The consumers wait for ``count`` stages, holding ``held`` at once, and let go of them unless ``keep``."""
+
+    ring: str
+    fill: Fill
+    held: int
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The loader passes when the op's gate stands at ``value``; the consumers set it."""
+
+    op: str
+    value: int
+    step: Step
+
+
+@dataclass(frozen=True)
+class Release:
+    """The consumers let go of one stage that they held."""
+
+    ring: str
+    step: Step
+
+
+Action: TypeAlias = Fill | Gate | Take | Release
+
+
+@dataclass
+class Block:
+    """One block's split of the work, as its loaders and consumers compute it."""
+
+    device: Device
+    block: int
+    kv_len: int
+
+    def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
+        """Runs (first tile, tiles), neighbours joined. The loader goes by Shape's words, the consumers by compiled-in sizes."""
+        m, linear = self.device.matrix(op), self.device.op(op)
+        shares = self.device.shares(m.groups // m.fold, m.share_offset)
+        begin, end = shares[self.block] * m.fold, shares[self.block + 1] * m.fold
+        pieces = m.pieces if loader else tiling(linear).pieces
+        chunk = m.chunk_pieces if loader else chunk_pieces(linear, self.device.plan.graph, self.device.plan.schedule)
+        runs: list[tuple[int, int]] = []
+        batch = self.device.plan.tunables.batch
+        for first in range(begin, end, batch) if chunk < pieces else [begin]:
+            last = min(first + batch, end) if chunk < pieces else end
+            for at in range(0, pieces, chunk):
+                runs.extend((group * pieces + at, chunk) for group in range(first, last))
+        return _joined(runs)
+
+    def chunk_stages(self, op: str, ring: str) -> Iterator[tuple[tuple[object, ...], int]]:
+        """(unit and pass, stages) of an attention's cached rows."""
+        heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
+        for unit in range(self.block, heads.units, self.device.blocks):
+            _, begin, end, _ = attention_unit(heads.splits, unit, self.kv_len)
+            for turn in range(heads.passes(self.device.warps)):
+                if end > begin:
+                    yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
+
+    def _chunk(self, op: str) -> int:
+        return CHUNK_ROWS * int(self.device.op(op).head_dim) * 4
+
+    def loader(self, program: Program, layers: int) -> Iterator[Fill | Gate]:
+        for step in self.device.steps(program, layers):
+            op, layer = step.instr.op, step.layer
+            match step.instr.call:
+                case "pass_gate":
+                    yield Gate(op, (layer or 0) + 1, step)
+                case "load_vector":
+                    yield Fill((str(step.instr.args["record"]), layer), 1, step)
+                case "load_matrix":
+                    yield from (Fill((op, layer, run), run[1], step) for run in self.tiles(op, loader=True))
+                case "load_cache":
+                    yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role))
+
+    def consumer(self, layers: int) -> Iterator[Action]:
+        for step in self.device.steps(self.device.consumer, layers):
+            op, layer = step.instr.op, step.layer
+            match step.instr.call:
+                case "open_gate":
+                    yield Gate(op, (layer or 0) + 1, step)
+                case "matrix":
+                    ring = str(step.instr.args["ring"])
+                    yield from self._vectors(step)
+                    for run in self.tiles(op, loader=False):
+                        yield Take(ring, Fill((op, layer, run), run[1], step), TILES_AT_ONCE)
+                case "attention":
+                    ring = str(step.instr.args["ring"])
+                    yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring))
+
+    def _vectors(self, step: Step) -> Iterator[Action]:
+        for inner in step.instr.body:
+            at = Step(inner, step.layer, step.names)
+            if inner.call == "wait_vector":
+                name = f"{inner.op}.{inner.args['arg']}"
+                yield Take(str(inner.args["ring"]), Fill((name, step.layer), 1, at), int(str(inner.args["ahead"])) + 1, keep=True)
+            elif inner.call == "release_vector":
+                yield Release(str(inner.args["ring"]), at)
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for begin, count in runs:
+        if found and found[-1][0] + found[-1][1] == begin:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        elif count:
+            found.append((begin, count))
+    return found
+
+
+@dataclass
+class _Loader:
+    """A loader as it runs: what it has still to do, and the stages that lie in its ring."""
+
+    program: Program
+    stages: int
+    todo: list[Fill | Gate]
+    at: int = 0
+    done: int = 0  # stages of the current fill
+    lying: list[tuple[Fill, int]] = field(default_factory=list)  # loaded, not yet taken
+    used: int = 0  # stages not yet let go of
+    held: int = 0
+
+    @property
+    def now(self) -> Fill | Gate | None:
+        return self.todo[self.at] if self.at < len(self.todo) else None
+
+    def advance(self, gates: dict[str, int]) -> bool:
+        """Go on as far as possible; whether anything happened."""
+        moved = False
+        while (now := self.now) is not None:
+            if isinstance(now, Gate):
+                if gates.get(now.op, 0) < now.value:
+                    break
+            else:
+                room = min(self.stages - self.used, now.count - self.done)
+                if room > 0:
+                    self.lying.append((now, room))
+                    self.used += room
+                    self.done += room
+                    moved = True
+                if self.done < now.count:
+                    break
+            self.at, self.done, moved = self.at + 1, 0, True
+        return moved
+
+
+class _Play:
+    """All roles of one block."""
+
+    def __init__(self, block: Block, layers: int, findings: Findings) -> None:
+        device = block.device
+        self.block, self.findings = block, findings
+        rings = dict(device.plan.schedule.rings)
+        self.loaders = {
+            p.role: _Loader(p, rings[p.role].stages, list(block.loader(p, layers))) for p in device.plan.programs if p.kind == "loader"
+        }
+        self.todo = list(block.consumer(layers))
+        self.at = 0
+        self.taken = 0  # stages of the current take
+        self.gates: dict[str, int] = {}
+        self.failed = False
+
+    def run(self) -> int:
+        """Play to the end; the stages taken."""
+        count = 0
+        moved = True
+        while moved and not self.failed:
+            moved = any([loader.advance(self.gates) for loader in self.loaders.values()])
+            while self.at < len(self.todo) and not self.failed and self._consume(self.todo[self.at]):
+                moved = True
+                count += 1
+        if not self.failed:
+            self._judge()
+        return count
+
+    def _consume(self, action: Action) -> bool:
+        """Whether the consumers got further."""
+        if isinstance(action, Gate):
+            self.gates[action.op] = action.value
+        elif isinstance(action, Release):
+            loader = self.loaders[action.ring]
+            loader.used, loader.held = loader.used - 1, loader.held - 1
+        elif isinstance(action, Take):
+            return self._take(action)
+        self.at += 1
+        return True
+
+    def _take(self, take: Take) -> bool:
+        loader = self.loaders[take.ring]
+        if not loader.lying:
+            return False
+        fill, available = loader.lying[0]
+        if (fill.what, fill.count) != (take.fill.what, take.fill.count):
+            self._order(take, fill)
+            return False
+        need = min(take.held, take.fill.count - self.taken) if not take.keep else 1
+        held = min(need, loader.stages)  # consume_tiles takes as many at once as the ring has
+        if sum(n for f, n in loader.lying if f is fill) < held:
+            return False
+        loader.lying.pop(0)
+        self.taken += available
+        if take.keep:
+            loader.held += available
+        else:
+            loader.used -= available
+        if self.taken == take.fill.count:
+            self.at, self.taken = self.at + 1, 0
+        return True
+
+    def _order(self, take: Take, fill: Fill) -> None:
+        self.failed = True
+        rows = [
+            (f"{take.ring} of block {self.block.block}", [f"fills {_what(fill)}: {shown(fill.step.instr, fill.step.layer)}"]),
+            ("consumer", [f"takes {_what(take.fill)}: {shown(take.fill.step.instr, take.fill.step.layer)}"]),
+        ]
+        self.findings.add(
+            ORDER, take.fill.step.instr.span, rows, op=take.fill.step.instr.op, ring=take.ring, taken=_what(take.fill), filled=_what(fill)
+        )
+
+    def _judge(self) -> None:
+        action = self.todo[self.at] if self.at < len(self.todo) else None
+        waiting = [(role, loader) for role, loader in self.loaders.items() if loader.now is not None]
+        if action is None and not waiting:
+            for role, loader in self.loaders.items():
+                if loader.used:
+                    rows = [(role, [f"filled {_what(f)}: {shown(f.step.instr, f.step.layer)}" for f, _ in loader.lying[:3]]), ("consumer", ["ended"])]
+                    self.findings.add(LEFT, loader.todo[-1].step.instr.span, rows, ring=role, left=loader.used)
+            return
+        rows = [(role, [self._waits(loader)]) for role, loader in waiting]
+        consumer = "ended" if action is None else f"waits: {shown(_step(action).instr, _step(action).layer)}"
+        rows.append((f"consumer of block {self.block.block}", [consumer]))
+        blamed = _step(action) if action is not None else _step(waiting[0][1].now)
+        self.findings.add(STUCK, blamed.instr.span, rows, what=f"{blamed.instr.call} of {blamed.instr.op!r}")
+
+    def _waits(self, loader: _Loader) -> str:
+        now = loader.now
+        assert now is not None
+        what = f"room in {loader.stages} stages" if isinstance(now, Fill) else f"the gate of {now.op!r} at {now.value}"
+        return f"waits for {what}: {shown(now.step.instr, now.step.layer)}"
+
+
+def _step(action: Action | None) -> Step:
+    assert action is not None
+    return action.fill.step if isinstance(action, Take) else action.step
+
+
+def _what(fill: Fill) -> str:
+    return f"{fill.what[0]} ({fill.count} stages)"
+
+
+def kv_lengths(device: Device) -> list[int]:
+    """None, one row, a whole chunk, one more, uneven splits, a full cache."""
+    most = device.plan.schedule.max_kv
+    splits = max((device.heads(op.name).splits for op in device.ops[1]), default=0)
+    return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, most) if k <= most})
+
+
+def check_rings(device: Device, findings: Findings) -> list[str]:
+    """Arrivals, sizes, order and progress of every ring."""
+    _sizes(device, findings)
+    lengths, kinds, count = kv_lengths(device), block_kinds(device), 0
+    for block in kinds:
+        for kv_len in lengths:
+            count += _Play(Block(device, block, kv_len), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
+    rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
+    return [
+        f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
+        f" x kv_len {', '.join(map(str, lengths))} ({count} actions)",
+        f"rings: every stage is let go of by {device.warps} consumer warps, as its barrier counts; stages, tapes and barriers fit their areas",
+    ]
+
+
+def _sizes(device: Device, findings: Findings) -> None:
+    plan, span = device.plan, device.plan.graph.span
+    areas = {a.name: a for a in plan.areas}
+    if len({plan.tunables.consumer_warps, device.warps, plan.schedule.consumer.warps}) != 1:
+        for role, _ in plan.schedule.rings:
+            rows = [(role, [f"barrier of {plan.tunables.consumer_warps} arrivals"]), ("consumer", [f"{device.warps} warps"])]
+            findings.add(ARRIVALS, span, rows, what=role, ring=role, expected=plan.tunables.consumer_warps, arriving=device.warps)
+    records = {r.name: r.bytes for r in plan.packs}
+    for program in (p for p in plan.programs if p.kind == "loader"):
+        ring, role = plan.schedule.ring(program.role), program.role
+        needs = [(f"ring.{role}", ring.stages * ring.stage_bytes), (f"barriers.{role}", 2 * 8 * ring.stages)]
+        needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * _tape_entries(device, program)))
+        for what, need in needs:
+            if areas[what].bytes < need:
+                findings.add(SMALL, span, [(role, [f"{need} bytes"]), (what, [f"{areas[what].bytes} bytes"])], what=what, need=need, have=areas[what].bytes)
+        for step in device.steps(program, 1):
+            need = _stage_need(device, step, records)
+            if need > ring.stage_bytes:
+                rows = [(role, [shown(step.instr)]), (f"stage of {ring.name}", [f"{ring.stage_bytes} bytes"])]
+                findings.add(SMALL, step.instr.span, rows, what=f"a stage for {step.instr.op!r}", need=need, have=ring.stage_bytes)
+
+
+def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
+    match step.instr.call:
+        case "load_vector":
+            return records[str(step.instr.args["record"])]
+        case "load_matrix":
+            return device.matrix(step.instr.op).tile_columns * GROUP_ROWS * 2
+        case "load_cache":
+            return CHUNK_ROWS * int(device.op(step.instr.op).head_dim) * 4
+    return 0
+
+
+def _tape_entries(device: Device, program: Program) -> int:
+    """Most entries that any kind of block writes; mk::Tape's own joining of runs is one entry for a linear in one chunk."""
+    most = 0
+    for block in block_kinds(device):
+        entries = 0
+        for step in device.steps(program, 1):
+            entries += _entries(device, block, step)
+        most = max(most, entries)
+    return most
+
+
+def _entries(device: Device, block: int, step: Step) -> int:
+    if step.instr.call != "load_matrix":
+        return 1
+    m = device.matrix(step.instr.op)
+    shares = device.shares(m.groups // m.fold, m.share_offset)
+    own = (shares[block + 1] - shares[block]) * m.fold
+    return min(own, 1) if m.chunks == 1 else own * m.chunks
+
