@@ -1,5 +1,21 @@
 """Running the generated kernel on a CPU."""
 
+from megadsl.emulate.abi import Policy
 from megadsl.emulate.emulator import Emulator, Hang, LaunchReport
+from megadsl.emulate.explore import Exploration, Finding, Run, explore, policy_of
+from megadsl.emulate.races import Access, Frame, Race
 
-__all__ = ["Emulator", "Hang", "LaunchReport"]
+__all__ = [
+    "Access",
+    "Emulator",
+    "Exploration",
+    "Finding",
+    "Frame",
+    "Hang",
+    "LaunchReport",
+    "Policy",
+    "Race",
+    "Run",
+    "explore",
+    "policy_of",
+]

@@ -27,7 +27,7 @@ class Policy(IntEnum):
     SLOW_LOADER = 1  # warps that issue copies get one turn in 16
     STARVED_WARP = 2  # one warp that does not, chosen by the seed, gets one turn in 64
     LATE_COPIES = 3  # copies take up to 32 times as long
-    FROZEN_BLOCK = 4  # one block, chosen by the seed, stands still while any other can run
+    FROZEN_BLOCK = 4  # one block, chosen by the seed, gets one turn in 4096 while any other can run
 
 
 class HangRecord(ctypes.Structure):
@@ -40,7 +40,7 @@ class RaceSide(ctypes.Structure):
     """One of two accesses; as mk::host::RaceSide."""
 
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("block", "warp", "lane", "flags", "width")),
+        *((name, ctypes.c_uint32) for name in ("block", "warp", "lane", "flags", "site", "layer", "width")),
         ("stack", ctypes.c_uint32 * 8),
     ]
 
@@ -65,7 +65,8 @@ class LaunchResult(ctypes.Structure):
         ("race_capacity", ctypes.c_uint32),
         ("race_count", ctypes.c_uint32),
         ("races_found", ctypes.c_uint64),
-        ("assumed", ctypes.c_uint64),
+        ("observed", ctypes.c_uint64),
+        ("refilled", ctypes.c_uint64),
         ("stale", ctypes.c_uint64),
         ("hang_capacity", ctypes.c_uint32),
         ("hang_count", ctypes.c_uint32),

@@ -49,9 +49,10 @@ class LaunchReport:
     ``steps`` counts resumed warps, ``collectives`` the operations of whole warps, ``parks`` the polls that put a thread to
     sleep, ``copies`` the asynchronous operations. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
 
-    The rest is for builds with the race detector. ``races`` are the first 64 distinct ones of ``races_found``; ``assumed``
-    counts writes that came after reads only by what docs/ptx-notes.md assumes of hardware; ``stale`` counts relaxed loads that
-    were given an older value.
+    The rest is for builds with the race detector. ``races`` are the first 64 distinct ones of ``races_found``. What rests on
+    assumptions about hardware (docs/ptx-notes.md) is counted, in pieces of 2 bytes: ``observed`` are writes that come after a
+    read only because a relaxed load saw a relaxed store, ``refilled`` copies onto what was read without a proxy fence between.
+    ``stale`` counts relaxed loads that were given an older value.
     """
 
     hangs: tuple[Hang, ...]
@@ -62,7 +63,8 @@ class LaunchReport:
     fingerprint: int
     races: tuple[Race, ...] = ()
     races_found: int = 0
-    assumed: int = 0
+    observed: int = 0
+    refilled: int = 0
     stale: int = 0
 
 
@@ -132,6 +134,7 @@ def _report(result: LaunchResult, hangs: ctypes.Array[HangRecord]) -> LaunchRepo
         copies=result.copies,
         fingerprint=result.fingerprint,
         races_found=result.races_found,
-        assumed=result.assumed,
+        observed=result.observed,
+        refilled=result.refilled,
         stale=result.stale,
     )

@@ -21,6 +21,7 @@ NO_ADDR2LINE = declare(
 KINDS = ("data race", "missing proxy fence", "mixed sizes", "mbarrier not fenced")
 _WRITE, _STRONG, _ASYNC, _PLAIN = 1, 2, 4, 8
 _COPY_LANE = 32
+_NO_SITE = 0xFFFF
 
 _ROLE = re.compile(r"//\s*role: (\S+)")
 _OP = re.compile(r"//\s*([^:]+):.*\[([^\[\]]+:\d+)\]\s*$")
@@ -40,7 +41,8 @@ class Access:
     """One side of a race.
 
     ``how`` says what was done ("write", "read", "strong write", "copy read", ...), ``width`` its bytes. ``warp`` and ``lane``
-    are None for an asynchronous copy, whose frames are those of its issue. ``frames`` go from the access outwards. ``line`` is
+    are None for an asynchronous copy, whose frames are those of its issue. ``site`` and ``layer`` are those of the last wait
+    that the thread had begun (None: it had begun none). ``frames`` go from the access outwards. ``line`` is
     the line of kernel.cu that led to it (0: unknown); ``text`` that line; ``role``, ``op`` and ``span`` what the comments above
     it say, "" when there are none.
     """
@@ -50,6 +52,8 @@ class Access:
     block: int
     warp: int | None
     lane: int | None
+    site: int | None
+    layer: int | None
     frames: tuple[Frame, ...]
     line: int
     text: str
@@ -60,8 +64,9 @@ class Access:
     def __str__(self) -> str:
         who = f"block {self.block}, " + ("asynchronous copy" if self.warp is None else f"warp {self.warp}, lane {self.lane}")
         spec = f", role {self.role or '?'}, op {self.op} ({self.span})" if self.op else ""
+        after = "" if self.site is None else f", layer {self.layer}, after the wait of site {self.site}"
         inner = f"; in {self.frames[0].function}, {self.frames[0].file}:{self.frames[0].line}" if self.frames else ""
-        return f"{self.how} of {self.width} bytes by {who}: kernel.cu:{self.line} `{self.text}`{spec}{inner}"
+        return f"{self.how} of {self.width} bytes by {who}: kernel.cu:{self.line} `{self.text}`{spec}{after}{inner}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequen
         block=side.block,
         warp=None if copy else side.warp,
         lane=None if copy else side.lane,
+        site=None if side.site == _NO_SITE else side.site,
+        layer=None if side.site == _NO_SITE else side.layer,
         frames=tuple(stack),
         line=line,
         text=source[line - 1].strip() if 0 < line <= len(source) else "?",

@@ -39,7 +39,8 @@ def _schedule(plan: Plan) -> Iterator[str]:
     s = plan.schedule
     yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}"
     for role, ring in s.rings:
-        yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
+        window = f"window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
+        yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, {window}"
     for op in s.ops:
         p = op.prefetch
         placement = "smem" if p.smem else "smem once the op has begun"

@@ -100,7 +100,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     linears = [op for op in graph.ops if isinstance(op, Linear)]
     per_token = max(1, warps // min(tokens, warps))
     most = max((len(reductions(op.prologue.expr)) for op in linears), default=0)
-    yield "scalars", max(most * tokens * per_token * 4, (warps * WARP_THREADS + tokens) * 8)
+    yield "scalars", most * tokens * per_token * 4
     yield "partials", 2 * schedule.batch * warps * tokens * GROUP_ROWS * 4
     units = [e.units for e in exchanges if e.dtype == "bf16"]
     yield "staged", max(units, default=0) * UNIT_BYTES
@@ -112,15 +112,17 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
 
 
 def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
-    """Most tape entries any block needs for an op: its runs, its vectors, a gate and a prefetch."""
+    """Most tape entries any block needs for an op: its runs, its vectors, a gate and a prefetch where the schedule has them."""
     if isinstance(op, Embed):
         return 0
+    prefetch = schedule.op(op.name).prefetch
+    others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
     if isinstance(op, Attention):
-        return 2
+        return 1 + others
     tiles = tiling(op)
     groups = own_groups(op, schedule)
     runs = 1 if chunks[op.name] == tiles.pieces else groups * (tiles.pieces // chunks[op.name])
-    return runs + len(vectors(op)) + 2
+    return runs + len(vectors(op)) + others
 
 
 def own_groups(op: Linear, schedule: Schedule) -> int:
@@ -141,6 +143,9 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
     first = max((c for _, c in columns), default=0) * tokens * 2
     second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
     yield [("activations", first), ("second", second)]
+    # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
+    if any(isinstance(op, Linear) and op.sink == "argmax" for op in graph.ops):
+        yield [("candidates", (warps * WARP_THREADS + tokens) * 8)]
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue

@@ -214,7 +214,8 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     rotated = [p for p in op.parts if p.rope is not None]
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (_staged(),),
-        "own_groups * pieces", prologue, ("refill", "gathered", "partials", "end"), {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
+        "own_groups * pieces", prologue, ("refill", "gathered", "partials", "end"),
+        {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
     )  # fmt: skip
     if op.out is not None:
         yield _publish(builder, op, role, op.out)

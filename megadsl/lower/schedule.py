@@ -20,7 +20,7 @@ STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the lo
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
-BATCH = 4
+BATCH = 3  # more would cost a ring stage where shared memory is short
 FEWEST_BLOCKS = 0.9  # of the SMs: fewer could not keep HBM busy
 BLOCKS_SLACK = 1.01
 

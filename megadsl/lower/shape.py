@@ -65,10 +65,13 @@ def build_shape(
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:
-        words = (memory.offset(f"ring.{role}"), memory.offset(f"barriers.{role}"), memory.offset(f"tape.{role}"), ring.window, ring.meeting_window or ring.window)
+        at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
+        words = (*at, ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
     records.extend(_exchange(e) for e in exchanges)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
+    if any(a.name == "candidates" for a in memory.areas):
+        records.append(Record("mk::i32", "candidates", (memory.offset("candidates"),)))
     kv_at = 0
     for op in graph.ops:
         records.extend(_op(op, graph, schedule, packed, memory, kv_at, exchanges))

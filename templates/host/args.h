@@ -13,7 +13,7 @@ enum class Policy : u64 {
   kSlowLoader,   // warps that issue copies get one turn in 16
   kStarvedWarp,  // one warp, chosen by the seed, gets one turn in 64
   kLateCopies,   // copies take up to 32 times as long
-  kFrozenBlock,  // one block, chosen by the seed, stands still
+  kFrozenBlock,  // one block, chosen by the seed, gets one turn in 4096
 };
 
 // Return values of mk_host_run.
@@ -31,11 +31,13 @@ struct HangRecord {
 };
 
 constexpr u32 kRaceStack = 8;
+constexpr u32 kNoSite = 0xffffu;
 
 // One side of a race: who accessed the memory, how, and from where.
 struct RaceSide {
   u32 block, warp, lane;      // lane kWarpSize: an asynchronous copy, warp unknown
   u32 flags;                  // detect::Flag bits
+  u32 site, layer;            // of the last wait the thread has begun; kNoSite: none
   u32 width;                  // bytes of the access
   u32 stack[kRaceStack];      // return addresses, innermost first, as offsets in the library; 0 ends
 };
@@ -56,7 +58,8 @@ struct LaunchResult {
   u32 race_capacity;      // in
   u32 race_count;         // records written
   u64 races_found;        // distinct ones, also those beyond the capacity
-  u64 assumed;            // writes after reads ordered only by what docs/ptx-notes.md assumes
+  u64 observed;           // writes after reads that only an observed relaxed store orders, in cells of shadow memory
+  u64 refilled;           // copies onto what was read with no proxy fence between, likewise
   u64 stale;              // relaxed loads that returned an older value
   u32 hang_capacity;      // in
   u32 hang_count;         // records written

@@ -41,6 +41,7 @@ MK_PTX void copy_landed(const Agent&) {}
 MK_PTX void proxy_fence() {}
 MK_PTX void barrier_fence() {}
 MK_PTX void thread_fence(bool) {}
+MK_PTX void wait_begun(u32, u32) {}
 
 }  // namespace mk::host::detect
 

@@ -131,7 +131,7 @@ MK_FN bool withheld(const Warp& w) {
   switch (rt.args->policy) {
     case Policy::kSlowLoader: return w.loads && random_u64() % 16 != 0;
     case Policy::kStarvedWarp: return w.block->index == rt.victim % rt.num_blocks && w.index == rt.victim / rt.num_blocks && random_u64() % 64 != 0;
-    case Policy::kFrozenBlock: return w.block->index == rt.victim % rt.num_blocks;
+    case Policy::kFrozenBlock: return w.block->index == rt.victim % rt.num_blocks && random_u64() % 4096 != 0;
     default: return false;
   }
 }

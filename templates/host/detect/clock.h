@@ -27,7 +27,8 @@ struct LaneState {
   bool released_gpu;
   u32* pending;  // what relaxed loads observed and a fence will make ordered; null: nothing
   u32* owned;    // room for `clock`, once needed
-  u32 context;   // node of the call tree
+  u32 context;  // node of the call tree
+  u16 site, layer;  // of the last wait begun
 };
 
 struct WarpState {
@@ -161,6 +162,7 @@ MK_FN void begin_clocks() {
   clocks.warps_per_block = rt.num_threads / kWarpSize;
   clocks.words = (clocks.lanes + rt.num_blocks * kBarriersPerBlock + 7) / 8 * 8;
   clocks.lane.reset(clocks.lanes);
+  for (u32 i = 0; i < clocks.lanes; ++i) clocks.lane[i].site = kNoSite;
   clocks.warp.reset(clocks.lanes / kWarpSize);
   for (u32 i = 0; i < clocks.warp.size; ++i) {
     WarpState& w = clocks.warp[i];

@@ -33,7 +33,7 @@ static Events events;
 MK_FN void begin(const char* arenas, u64 arena_bytes) {
   LaunchResult& r = *rt.result;
   r.race_count = 0;
-  r.races_found = r.assumed = r.stale = 0;
+  r.races_found = r.observed = r.refilled = r.stale = 0;
   pool.open();
   if (rt.failed) return;
   begin_clocks();
@@ -134,7 +134,7 @@ MK_FN void copy_issued(const Agent& a, const void* pc) {
   Region& arenas = shadow.regions[kBufferCount];
   Access now = access_by(l, kStrong | kWrite, 8, offset_of(pc));
   access(l, arenas, reinterpret_cast<u64>(a.barrier), 8, now);
-  now = {kInFlight, 0, now.pc, now.context, static_cast<u16>(b->component), kAsync, 16};
+  now = {kInFlight, 0, now.pc, now.context, static_cast<u16>(b->component), kAsync, 16, now.site, now.layer};
   if (!b->fenced) report_race(kUnfencedBarrier, arenas, reinterpret_cast<u64>(a.barrier), now, b->initialised, b->initialiser % kWarpSize);
   b->fenced = true;
   if (a.src != nullptr) {
@@ -195,6 +195,13 @@ MK_FN void thread_fence(bool gpu) {
   s.released = publishable(l);
   s.released_time = tick(l);
   s.released_gpu = gpu;
+}
+
+MK_FN void wait_begun(u32 site, u32 layer) {
+  if (!active()) return;
+  LaneState& s = state_of(*rt.lane);
+  s.site = static_cast<u16>(site);
+  s.layer = static_cast<u16>(layer);
 }
 
 }  // namespace mk::host::detect

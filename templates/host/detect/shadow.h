@@ -19,6 +19,7 @@ struct Access {
   u16 who;      // warp, or component of the mbarrier that counts the copy's bytes
   u8 flags;
   u8 width;  // 0: nothing here
+  u16 site, layer;  // of the last wait
 };
 
 struct ReadNode {
@@ -106,6 +107,8 @@ MK_FN void describe(RaceSide& side, const Access& a, u32 lane) {
   side.lane = copy ? kWarpSize : lane;
   side.flags = a.flags;
   side.width = a.width;
+  side.site = a.site;
+  side.layer = a.layer;
   u32 depth = 0;
   side.stack[depth++] = a.pc;
   for (u32 node = a.context; node != 0 && depth < kRaceStack; node = shadow.calls[node].parent) side.stack[depth++] = shadow.calls[node].pc;
@@ -177,7 +180,7 @@ MK_FN bool check_reads(const Lane& l, const Region& r, u64 address, const Access
     if (both_strong(now, before) && now.width == before.width) continue;
     if (unordered_lane(l, kOrdered, before) == kWarpSize) {
       const bool proxies_differ = ((now.flags ^ before.flags) & kAsync) != 0;
-      if (proxies_differ && (now.flags & kAsync) != 0 && unordered_lane(l, kProxy, before) != kWarpSize) ++rt.result->assumed;
+      if (proxies_differ && (now.flags & kAsync) != 0 && unordered_lane(l, kProxy, before) != kWarpSize) ++rt.result->refilled;
       continue;
     }
     const u32 lane = unordered_lane(l, kSeen, before);
@@ -185,7 +188,7 @@ MK_FN bool check_reads(const Lane& l, const Region& r, u64 address, const Access
       report_race(both_strong(now, before) ? kMixedSizes : kDataRace, r, address, now, before, lane);
       return true;
     }
-    ++rt.result->assumed;
+    ++rt.result->observed;
   }
   return false;
 }
@@ -228,7 +231,9 @@ MK_FN void access(const Lane& l, Region& r, u64 address, u64 bytes, const Access
 
 MK_FN Access access_by(const Lane& l, u32 flags, u32 width, u32 pc) {
   const Warp& w = *l.warp;
-  return {state_of(w).time, l.bit, pc, state_of(l).context, static_cast<u16>(id_of(w)), static_cast<u8>(flags), static_cast<u8>(width)};
+  const LaneState& s = state_of(l);
+  return {state_of(w).time, l.bit, pc, s.context, static_cast<u16>(id_of(w)), static_cast<u8>(flags), static_cast<u8>(width),
+          s.site, s.layer};
 }
 
 MK_FN void begin_shadow(const char* arenas, u64 arena_bytes) {

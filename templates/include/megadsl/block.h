@@ -20,7 +20,7 @@ struct SmemShape {
   i32 partials;     // per warp fp32 partial sums, two batches
   i32 staged;       // results on their way out, as units
   i32 kept;         // own rows of an epilogue's other operand, as units
-  i32 scalars;      // row reductions and the winners of argmax
+  i32 scalars;      // row reductions
   i32 meeting;      // StepShape::meeting
 };
 

@@ -48,6 +48,7 @@ MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 obs
 template <class Attempt>
 MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
+  ptx::poll_begin(site, cx.layer);
   for (u32 polls = 1;; ++polls) {
     if (MK_LIKELY(attempt(observed))) return true;
     if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) return false;

@@ -1,9 +1,10 @@
-// The emulator's hook in a polling loop.
+// The emulator's hooks in a polling loop.
 #pragma once
 
 #include "megadsl/base.h"
 
 #if defined(MK_HOST)
+#include "host/detect.h"
 #include "host/watch.h"
 #endif
 
@@ -17,6 +18,15 @@ MK_OP bool poll_pause(const WaitInfo& info) {
 #else
   static_cast<void>(info);
   return false;
+#endif
+}
+
+// Call before the first poll: reports of races name the last wait that a thread has begun. Device: no code.
+MK_OP void poll_begin(u32 site, u32 layer) {
+#if defined(MK_HOST)
+  host::detect::wait_begun(site, layer);
+#else
+  static_cast<void>(site), static_cast<void>(layer);
 #endif
 }
 

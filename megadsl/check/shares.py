@@ -1,0 +1,153 @@
+"""Who owns what: every row group, feature, query head and cached row once, and where an exchange's vectors lie.
+
+Checked with the numbers that the kernel reads (Shape) against what lowering says about each exchange, for every block.
+"""
+
+from __future__ import annotations
+
+from megadsl.check.model import Device, attention_unit
+from megadsl.check.report import Findings
+from megadsl.diagnostics import declare
+from megadsl.ir.graph import Linear
+from megadsl.ir.plan import Exchange, Instr
+from megadsl.lower.exchanges import vectors_for
+from megadsl.lower.schedule import share_begin, share_owner
+from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.types import ceil_div
+
+COVER = declare("MK530", "{what} of {op!r}: {wrong}", "split the op with one function and the same numbers wherever it is split")
+MISMATCH = declare(
+    "MK531",
+    "{op!r} shares {value!r} out as {mine}, its exchange as {theirs}",
+    "let producer and exchange take groups and share_offset from one place",
+)
+CAPACITY = declare(
+    "MK532",
+    "block {block} publishes {need} units of {value!r}, the exchange has room for {have}",
+    "size the exchange by the largest share",
+)
+ARENA = declare("MK533", "{value!r} and {other!r} lie over each other in the exchange arena", "give every exchange bytes of its own")
+ROWS = declare(
+    "MK534",
+    "{op!r} appends KV row {row} in one block while another one streams the chunk it goes to",
+    "let the unit that takes the newest rows be the only one that reads their chunk",
+)
+
+
+def check_shares(device: Device, findings: Findings) -> list[str]:
+    """Coverage of every op and exchange, and of the cached rows for every length of the cache in chunks."""
+    for op in device.ops[0]:
+        _linear(device, op, findings)
+    for step in device.steps(device.consumer, 1):
+        if step.instr.call in ("publish", "keep"):
+            _producer(device, step.instr, findings)
+    for e in device.plan.exchanges:
+        _exchange(device, e, findings)
+    _arena(device, findings)
+    lengths = _rows(device, findings)
+    proved = [
+        f"shares: every row group and feature group of {len(device.ops[0])} linears and {len(device.plan.exchanges)} exchanges has exactly"
+        f" one of {device.blocks} blocks, the same for producers and readers",
+        "exchange arena: slots and flags of different values apart, as many vectors as the largest share",
+    ]
+    if device.ops[1]:
+        proved.append(f"KV rows: every cached chunk read once per KV head, new rows' chunk by the appending unit alone ({lengths} cache lengths)")
+    return proved
+
+
+def _split(device: Device, op: str, what: str, groups: int, offset: int, findings: Findings) -> None:
+    """share_begin tiles [0, groups), and share_owner is its inverse."""
+    span = device.op(op).span
+    shares = device.shares(groups, offset)
+    wrong = ""
+    if shares[0] != 0 or shares[-1] != groups or any(a > b for a, b in zip(shares, shares[1:], strict=False)):
+        wrong = f"blocks own {shares[0]} to {shares[-1]} of {groups}"
+    else:
+        for g in range(groups):
+            owner = share_owner(groups, device.blocks, offset, g)
+            if not share_begin(groups, device.blocks, offset, owner) <= g < share_begin(groups, device.blocks, offset, owner + 1):
+                wrong = f"group {g} is looked for at block {owner}, which does not own it"
+                break
+    if wrong:
+        findings.add(COVER, span, [("blocks", [f"{groups} groups, offset {offset}, {device.blocks} blocks"])], op=op, what=what, wrong=wrong)
+
+
+def _linear(device: Device, op: Linear, findings: Findings) -> None:
+    m, tiles = device.matrix(op.name), tiling(op)
+    mine = (m.groups, m.fold, m.pieces, m.tile_columns)
+    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns)
+    if mine != theirs or m.pieces % m.chunk_pieces:
+        rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
+        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {m.chunk_pieces} tiles a chunk"
+        findings.add(COVER, op.span, rows, op=op.name, what="tiles", wrong=wrong)
+    _split(device, op.name, "row groups", m.groups // m.fold, m.share_offset, findings)
+
+
+def _producer(device: Device, instr: Instr, findings: Findings) -> None:
+    """What an op stages is what publishing (and keeping) takes to be staged."""
+    e, op = device.exchanges[str(instr.args["value"])], device.op(instr.op)
+    if isinstance(op, Linear):
+        m = device.matrix(op.name)
+        mine = (m.groups // m.fold, m.share_offset)
+    else:
+        words = device.records[ident(op.name)]
+        heads = device.heads(op.name) if f"{ident(op.name)}_merge" in device.records else None
+        mine = (words[2], words[3]) if heads is None else (heads.merge_groups, heads.merge_offset)
+    if mine != (e.groups, e.share_offset):
+        rows = [(f"producer {op.name}", [f"groups {mine[0]}, offset {mine[1]}"]), (f"readers of {e.name}", [f"groups {e.groups}, offset {e.share_offset}"])]
+        findings.add(MISMATCH, instr.span, rows, op=op.name, value=e.name, mine=mine, theirs=(e.groups, e.share_offset))
+
+
+def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
+    op = e.name.rsplit(".", 1)[0] if e.dtype != "bf16" else device.plan.graph.value(e.name).producer
+    words = device.records[f"{ident(e.name)}_exchange"]
+    expected = (e.offset // 16, e.owners * e.vectors, e.slots, e.vectors, e.units, e.groups)
+    if tuple(words[:6]) != expected or words[7] != e.share_offset:
+        rows = [("kernel", [str(words)]), ("plan", [str(expected)])]
+        findings.add(COVER, e.span, rows, op=op, what=f"exchange {e.name}", wrong=f"the kernel reads {tuple(words[:6])}, the plan says {expected}")
+    if e.dtype != "bf16":
+        return
+    _split(device, op, f"exchange {e.name}", e.groups, e.share_offset, findings)
+    shares = device.shares(e.groups, e.share_offset)
+    most = max(range(device.blocks), key=lambda b: shares[b + 1] - shares[b])
+    need = (shares[most + 1] - shares[most]) * device.tokens
+    if need > e.units or e.vectors < vectors_for(e.sync, e.units) or e.owners != device.blocks:
+        rows = [(f"block {most}", [f"{need} units"]), (f"exchange {e.name}", [f"{e.units} units, {e.vectors} vectors, {e.owners} owners"])]
+        findings.add(CAPACITY, e.span, rows, op=op, block=most, need=need, value=e.name, have=e.units)
+    if GROUP_ROWS * e.groups < device.plan.graph.value(e.name).features:
+        findings.add(COVER, e.span, [("exchange", [f"{e.groups} groups"])], op=op, what=f"exchange {e.name}", wrong="features without a group")
+
+
+def _arena(device: Device, findings: Findings) -> None:
+    taken = [(e.offset, e.offset + e.slot_bytes * e.slots, e) for e in device.plan.exchanges]
+    taken += [(e.flags_offset, e.flags_offset + 64 * e.owners, e) for e in device.plan.exchanges if e.wire == "Flag"]
+    taken.sort(key=lambda t: t[0])
+    for (_, end, e), (begin, _, other) in zip(taken, taken[1:], strict=False):
+        if end > begin:
+            findings.add(ARENA, other.span, [(e.name, [f"up to {end}"]), (other.name, [f"from {begin}"])], op=other.name, value=e.name, other=other.name)
+    if taken and max(end for _, end, _ in taken) > device.plan.buffers["exchange"]:
+        e = taken[-1][2]
+        findings.add(ARENA, e.span, [(e.name, [f"up to {taken[-1][1]}"])], op=e.name, value=e.name, other="the end of the arena")
+
+
+def _rows(device: Device, findings: Findings) -> int:
+    """Cache lengths checked. The split depends on the number of chunks alone."""
+    count = 0
+    for op in device.ops[1]:
+        heads = device.heads(op.name)
+        for chunks in range(ceil_div(device.plan.schedule.max_kv, CHUNK_ROWS) + 1):
+            count += 1
+            kv_len = max(0, chunks * CHUNK_ROWS - 1)  # the newest row goes to the last, incomplete chunk
+            units = [attention_unit(heads.splits, unit, kv_len) for unit in range(heads.splits)]
+            ends = [0, *(u[2] for u in units)]
+            if [u[1] for u in units] != ends[:-1] or ends[-1] != chunks:
+                wrong = f"{chunks} chunks are split into {[(u[1], u[2]) for u in units]}"
+                findings.add(COVER, op.span, [("units", [str(u) for u in units])], op=op.name, what="cached rows", wrong=wrong)
+            readers = [split for split, u in enumerate(units) if u[1] <= kv_len // CHUNK_ROWS < u[2]]
+            if any(not units[split][3] for split in readers) or sum(u[3] for u in units) != 1:
+                rows = [(f"unit {split}", [f"streams chunks {u[1]} to {u[2]}", "appends" if u[3] else ""]) for split, u in enumerate(units)]
+                findings.add(ROWS, op.span, rows, op=op.name, row=kv_len)
+    return count
+
+

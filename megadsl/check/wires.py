@@ -1,0 +1,118 @@
+"""Formats and counters: both ends speak one wire, empty values cannot be produced, tags and epochs wrap without a gap.
+
+* A writer's and a reader's format are the exchange's, and reach as far as the exchange: every block of the GPU.
+* Sentinel: at least 4 slots, so that a whole exchange lies between emptying a slot and filling it (docs/ptx-notes.md says why
+  PTX promises nothing for fewer); bf16 and f32 alone, whose all-ones are canonicalised by the writer (exchange.h).
+* Flag: the block meets between its payload and the one release that stands for it.
+* Rounds: each launch publishes the rounds from f(epoch) to f(epoch + 1) - 1, each once, in order, f linear in the epoch. So
+  rounds never repeat below 2^32, and at 2^32 they go on at 0, since the slot (a power of two) and the 16-bit tag both divide
+  2^32. A vector is rewritten every S-th round, so a tag in memory is S behind, never 65,536.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megadsl.check.clocks import unrolled
+from megadsl.check.model import Device, Step
+from megadsl.check.report import Findings, shown
+from megadsl.diagnostics import declare
+from megadsl.ir.plan import Exchange, Instr
+from megadsl.types import Level
+
+WIRE = declare(
+    "MK540", "{op!r} {does} {value!r} as {wire}, its exchange is {kind}", "use the edge's sync at both ends: s[producer].sync(...) sets both"
+)
+SCOPE = declare(
+    "MK541",
+    "{value!r} is exchanged between all blocks, its sync spans a {level}",
+    "use level=Level.GPU, or read the value in the block that writes it",
+)
+SLOTS = declare("MK542", "{value!r} is exchanged as {kind} with {slots} slots", "use a power of two that is at least {least}")
+EMPTY = declare(
+    "MK543", "{value!r} carries {dtype} as Sentinel, whose empty value a writer could produce", "use mk.Tagged or mk.Flag for this edge"
+)
+RELEASE = declare(
+    "MK544",
+    "{op!r} raises the flag of {value!r} before all warps have stored what it stands for",
+    "let the block meet between its payload and its flag",
+)
+GAP = declare("MK545", "{value!r} is published in rounds {rounds} of a launch, {expected} were due", "publish every round once, in order")
+
+LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2}
+_ENDS = {"publish": [("wire", "value", "publishes")], "gather": [("wire", "value", "reads")], "gather_kept": [("wire", "value", "reads")]}
+_ENDS["merge"] = [("wire", "parts", "reads")]
+_ENDS["attention"] = [("qkv_wire", "qkv", "reads"), ("parts_wire", "parts", "publishes")]
+
+
+def check_wires(device: Device, findings: Findings) -> list[str]:
+    """Formats, scopes, sentinels, flags and rounds of every exchange."""
+    for step in device.steps(device.consumer, 1):
+        for instr in (step.instr, *step.instr.body):
+            _ends(device, instr, findings)
+        _release(device, step, findings)
+    for e in device.plan.exchanges:
+        _kind(e, findings)
+    _rounds(device, findings)
+    kinds = sorted({e.wire for e in device.plan.exchanges})
+    return [
+        f"wires: writers and readers agree on {', '.join(kinds)}, at the scope of the GPU; no empty value can be produced",
+        "rounds: consecutive within a launch, from launch to launch and over 2^16 and 2^32",
+    ]
+
+
+def _ends(device: Device, instr: Instr, findings: Findings) -> None:
+    for wire, value, does in _ENDS.get(instr.call, ()):
+        e, used = device.exchanges[str(instr.args[value])], str(instr.args[wire])
+        if used != e.wire:
+            rows = [("consumer", [f"{does} {used}: {shown(instr)}"]), (f"exchange {e.name}", [f"{e.wire}, {e.slots} slots"])]
+            findings.add(WIRE, instr.span, rows, op=instr.op, does=does, value=e.name, wire=used, kind=e.wire)
+
+
+def _release(device: Device, step: Step, findings: Findings) -> None:
+    instr = step.instr
+    value, meets = ("value", "flag") if instr.call == "publish" else ("parts", "published")
+    if instr.call not in ("publish", "attention") or meets in instr.syncs:
+        return
+    e = device.exchanges[str(instr.args[value])]
+    if e.wire == "Flag":
+        rows = [("consumer, one warp", [f"stores its part: {shown(instr)}", "no barrier"]), ("consumer, thread 0", ["", "no barrier", "st.release of the flag"])]
+        findings.add(RELEASE, instr.span, rows, op=instr.op, value=e.name)
+
+
+def _kind(e: Exchange, findings: Findings) -> None:
+    least = LEAST_SLOTS[e.wire]
+    rows = [(f"exchange {e.name}", [f"{e.wire}, {e.dtype}, {e.slots} slots, level {e.level.value}"])]
+    if e.slots < least or e.slots & (e.slots - 1):
+        findings.add(SLOTS, e.span, rows, op=e.name, value=e.name, kind=e.wire, slots=e.slots, least=least)
+    if e.wire == "Sentinel" and e.dtype not in ("bf16", "f32"):
+        findings.add(EMPTY, e.span, rows, op=e.name, value=e.name, dtype=e.dtype)
+    if e.level is not Level.GPU or e.sync.level is not Level.GPU:
+        level = e.level if e.level is not Level.GPU else e.sync.level
+        findings.add(SCOPE, e.span, rows, op=e.name, value=e.name, level=level.value)
+
+
+def _rounds(device: Device, findings: Findings) -> None:
+    """Three launches in a row, and three around the wrap of the epoch; values modulo 2^32, as the kernel computes them."""
+    for first in (1, 2**32 - 2):
+        following: dict[str, int] = {}
+        for epoch in range(first, first + 3):
+            for value, (steps, rounds) in _published(device, epoch).items():
+                begin = following.get(value, rounds[0])
+                expected = [(begin + i) % 2**32 for i in range(len(rounds))]
+                if rounds != expected:
+                    rows = [("consumer", [f"round {r}: {shown(s.instr, s.layer)}" for s, r in zip(steps, rounds, strict=True)][:6])]
+                    findings.add(GAP, steps[0].instr.span, rows, op=value, value=value, rounds=rounds[:6], expected=expected[:6])
+                following[value] = (expected[-1] + 1) % 2**32
+
+
+def _published(device: Device, epoch: int) -> dict[str, tuple[list[Step], list[int]]]:
+    """Per value, the rounds that one launch publishes."""
+    found: dict[str, tuple[list[Step], list[int]]] = defaultdict(lambda: ([], []))
+    for step in device.steps(device.consumer, unrolled(device), epoch):
+        ends = {"publish": ("value", "round"), "argmax": ("value", "round"), "attention": ("parts", "parts_round")}.get(step.instr.call)
+        if ends is not None:
+            steps, rounds = found[str(step.instr.args[ends[0]])]
+            steps.append(step)
+            rounds.append(step.round(ends[1]) % 2**32)
+    return found
