@@ -12,7 +12,7 @@ namespace {
 using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 1;
-constexpr u32 kBatch = 4;  // row groups whose partial sums meet at once
+constexpr u32 kBatch = 3;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
 using LoaderRing = mk::Ring<13, 16384>;  // weights
@@ -49,6 +49,7 @@ struct Shape {
   mk::VectorShape gate_up_proj_post_attention_layernorm;
   mk::LinearShape down_proj;
   mk::LinearShape lm_head;
+  mk::i32 lm_head_candidates;
   mk::VectorShape lm_head_norm;
 };
 
@@ -289,7 +290,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
         });
     {
-      const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.smem.scalars), winners = scratch + Block::kThreads;
+      const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
       mk::reduce_best(block, scratch, best, winners);
       mk::choose_tokens(block, 28, s.lm_head_best_exchange, epoch, scratch, winners);
     }

@@ -144,8 +144,8 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
     second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
     yield [("activations", first), ("second", second)]
     # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
-    if any(isinstance(op, Linear) and op.sink == "argmax" for op in graph.ops):
-        yield [("candidates", (warps * WARP_THREADS + tokens) * 8)]
+    for name in (op.name for op in graph.ops if isinstance(op, Linear) and op.sink == "argmax"):
+        yield [(f"{name}.candidates", (warps * WARP_THREADS + tokens) * 8)]
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue

@@ -70,8 +70,6 @@ def build_shape(
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
     records.extend(_exchange(e) for e in exchanges)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
-    if any(a.name == "candidates" for a in memory.areas):
-        records.append(Record("mk::i32", "candidates", (memory.offset("candidates"),)))
     kv_at = 0
     for op in graph.ops:
         records.extend(_op(op, graph, schedule, packed, memory, kv_at, exchanges))
@@ -125,6 +123,8 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
         begin = sum(p.rows for p in op.parts[: rotated[0]])
         rows = (begin, begin + sum(op.parts[i].rows for i in rotated))
         found.append(Record("mk::RopeShape", f"{ident(op.name)}_rope", rows))
+    if op.sink == "argmax":
+        found.append(Record("mk::i32", f"{ident(op.name)}_candidates", (memory.offset(f"{op.name}.candidates"),)))
     for arg, _ in vectors(op):
         vector = packed.find(vector_name(op, arg))
         words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)

@@ -16,9 +16,10 @@ HERE = Path(__file__).resolve().parent
 
 
 @cache
-def emulator(name: str) -> Emulator:
-    """The kernel of ``name``.cu, compiled for the host."""
-    return Emulator(build_library((HERE / f"{name}.cu").read_text(), [include()], {}))
+def emulator(name: str, define: str = "") -> Emulator:
+    """The kernel of ``name``.cu, compiled for the host, with one more macro if ``define`` names one."""
+    source = (HERE / f"{name}.cu").read_text()
+    return Emulator(build_library(source, [include()], {define: "1"} if define else {}), source)
 
 
 def launch(
@@ -31,6 +32,8 @@ def launch(
     smem_bytes: int = 4096,
     seed: int = 0,
     step_limit: int = 0,
+    policy: int = 0,
+    define: str = "",
     **buffers: NDArray[np.uint8],
 ) -> LaunchReport:
     """Launch ``name``.cu with these Shape words and uint8 buffers, by their names in mk::Buffers."""
@@ -43,7 +46,7 @@ def launch(
         "buffers": {key: value.nbytes for key, value in buffers.items()},
     }
     addresses = {key: value.ctypes.data for key, value in buffers.items()}
-    return emulator(name).launch(manifest, addresses, seed=seed, step_limit=step_limit)
+    return emulator(name, define).launch(manifest, addresses, seed=seed, step_limit=step_limit, policy=policy)
 
 
 def room(count: int) -> NDArray[np.uint8]:
