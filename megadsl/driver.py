@@ -1,4 +1,4 @@
-"""The whole compiler as a short list of steps: load the model, trace, lower, print. Building is build/'s."""
+"""The whole compiler as a short list of steps: load the model, trace, lower, check, print. Building is build/'s."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
+from megadsl.check import Report, check_plan
+from megadsl.diagnostics import MegadslError
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
 from megadsl.emit import emit
@@ -35,6 +37,7 @@ class Compiled:
     source: str
     plan_text: str
     manifest: dict[str, Any]
+    report: Report | None = None  # of the plan checker; none where it was skipped
 
 
 def compile_model(
@@ -47,12 +50,13 @@ def compile_model(
     blocks: int | None = None,
     on: Machine | None = None,
     between: Callable[[str, Lowering], None] | None = None,
+    check: bool = True,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]`` or a Kernel object down to CUDA text.
 
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
-    Raises MegadslError.
+    check: prove the plan's synchronisation and raise what does not hold. Raises MegadslError.
     """
     if isinstance(model, str):
         kernel, values = load(model, config if isinstance(config, Path) else None)
@@ -63,16 +67,21 @@ def compile_model(
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=kernel.overrides_for(target.arch), between=between)
     name = model if isinstance(model, str) else kernel.name
-    return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), _manifest(name, state, target))
+    report = check_plan(state.plan, target) if check else None
+    if report is not None and report.findings:
+        raise MegadslError(list(report.findings))
+    manifest = _manifest(name, state, target, report is not None)
+    return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), manifest, report)
 
 
-def _manifest(model: str, state: Lowering, target: Machine) -> dict[str, Any]:
+def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> dict[str, Any]:
     plan, graph = state.plan, state.graph
     cost = total_cost(graph, graph.tokens, 0)
     attention = next((op for op in graph.ops if isinstance(op, Attention)), None)
     return {
         "model": model,
         "arch": target.arch,
+        "checked": checked,
         "tokens": graph.tokens,
         "blocks": state.schedule.blocks,
         "threads": plan.tunables.threads,
@@ -90,9 +99,7 @@ def _manifest(model: str, state: Lowering, target: Machine) -> dict[str, Any]:
         "rope": None if attention is None or attention.rope is None else asdict(attention.rope),
         "kv": None if attention is None else _kv(attention, state.schedule.max_kv),
         "stamps": {"names": list(plan.stamps), "sites": len(plan.stamps), "layers": max(1, graph.layers)},
-        "sites": [
-            {"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites
-        ],
+        "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
         "pack": [{**asdict(r), "dtype": "bf16"} for r in plan.packs],
         "shape": [word for record in plan.shape for word in record.words],
     }

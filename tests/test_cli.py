@@ -94,7 +94,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert min(times) < 1.5
 
 
-@pytest.mark.parametrize("name", ["compile", "run", "explain", "doctor"])
+@pytest.mark.parametrize("name", ["compile", "check", "run", "explain", "doctor"])
 def test_each_command_has_help_with_an_example(run_cli: Cli, name: str) -> None:
     code, out, _ = run_cli(name, "--help")
     assert code == 0
@@ -103,14 +103,20 @@ def test_each_command_has_help_with_an_example(run_cli: Cli, name: str) -> None:
 
 def test_no_arguments_shows_the_commands(run_cli: Cli) -> None:
     _, out, err = run_cli()
-    assert all(name in out + err for name in ("compile", "run", "explain", "doctor"))
+    assert all(name in out + err for name in ("compile", "check", "run", "explain", "doctor"))
 
 
 def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None:
     code, out, _ = run_cli("compile", "smollm2-135m", "--tokens", "4", "--out", str(tmp_path / "out"))
     assert code == 0
     assert out == f"report of smollm2-135m\nwritten to {tmp_path / 'out'}\n"
-    assert asked == {"model": "smollm2-135m", "config": None, "arch": "sm_90a", "tokens": 4, "max_kv": None, "blocks": None}
+    options = {"config": None, "arch": "sm_90a", "tokens": 4, "max_kv": None, "blocks": None, "check": True}
+    assert asked == {"model": "smollm2-135m", **options}
+
+
+def test_compile_can_skip_the_check(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None:
+    assert run_cli("compile", "smollm2-135m", "--no-check", "--out", str(tmp_path / "out"))[0] == 0
+    assert asked["check"] is False
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from megadsl.build.host import DETECT
 from megadsl.diagnostics import MegadslError
-from megadsl.emulate import Finding, LaunchReport, Policy, Race, Run, explore, policy_of
+from megadsl.emulate import LaunchReport, Policy, Race, Run, explore, policy_of
+from megadsl.emulate.races import spec_of
 from tests.emulator.harness import launch, room
 
 SEEDS = range(10)
@@ -95,6 +97,37 @@ def test_both_sides_say_who_they_are() -> None:
     assert "after the wait of site 11" in str(ring)
 
 
+SPEC_COMMENTS = """\
+// role: consumer
+// All warps work together.
+void role() {
+    // qkv_proj: 960 x 576  [llama.py:20]
+    {
+      run(
+        // x * 2
+        gather());
+    }
+"""
+
+
+def test_comments_name_role_op_and_spec_line() -> None:
+    lines = SPEC_COMMENTS.splitlines()
+    assert spec_of(lines, 8) == ("consumer", "qkv_proj", "llama.py:20")
+    assert spec_of(lines, 3) == ("consumer", "", "")
+    assert spec_of([], 0) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "bug", "code"), [(SWAP_WARPS, 1, "MK363"), (COPY_OWN, 1, "MK364"), (MIXED, 1, "MK365"), (RING, NO_INIT_FENCE, "MK366")]
+)
+def test_a_race_is_a_diagnostic(scenario: int, bug: int, code: str) -> None:
+    found = race(scenario, bug)
+    diagnostic = found.diagnostic()
+    assert diagnostic.code == code and found.where in diagnostic.message and "kernel.cu:" in diagnostic.detail
+    spec = replace(found, now=replace(found.now, span="llama.py:20")).diagnostic().span
+    assert (spec.file, spec.line) == ("llama.py", 20)
+
+
 def test_an_unordered_pair_fails_under_some_seed() -> None:
     words = [run(PAIR, 1, seed)[1] for seed in SEEDS]
     assert 0 in words and 1 in words
@@ -138,4 +171,4 @@ def test_explore_collects_findings_that_replay() -> None:
 def test_explore_over_processes_is_the_same() -> None:
     alone, shared = (explore(early_free, range(4), processes) for processes in (1, 2))
     assert alone.findings == shared.findings != ()
-    assert all(isinstance(finding, Finding) and "slot" in finding.text or finding.kind == "MegadslError" for finding in alone.findings)
+    assert all((finding.kind == "race" and "slot" in finding.text) or finding.kind == "MegadslError" for finding in alone.findings)

@@ -40,7 +40,8 @@ def build_library(source: str, include_dirs: Sequence[Path], defines: Mapping[st
 
     ``include_dirs`` are searched in order for the kernel's headers; ``defines`` are macros by name. The cache key is the
     compiler's version, the flags, the source and every header, the emulator's own included. Returns the library's path.
-    With DETECT among the macros the library has the race detector in it. Raises MK311 without g++, MK312 with its own lines when it refuses.
+    With DETECT among the macros the library has the race detector in it. Raises MK311 without g++, MK312 with its own lines
+    when it refuses.
     """
     compiler = shutil.which("g++")
     if compiler is None:

@@ -20,6 +20,7 @@ WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
 MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
 MOST_UNITS = 3  # of an attention
+CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,16 @@ class Stream:
 
     def events(self, layers: int) -> Iterator[Event]:
         step = next(self.device.steps(self.device.consumer, 1))
-        angles = self.device.tokens * self.device.plan.tunables.rope_dim // 2 * 8
         entry = Step(Instr(step.instr.verb, "load_angles", step.instr.op, step.instr.span), None, {})
-        if angles:
-            yield Access("angles", self.device.records["step"][3], angles, True, entry)
+        if self.device.plan.tunables.rope_dim:
+            yield self._angles(entry, True)
         for step in self.device.steps(self.device.consumer, layers):
             handler = getattr(self, f"_{step.instr.call}", None)
             if handler is not None:
                 yield from handler(step)
+
+    def _angles(self, step: Step, write: bool) -> Access:
+        return Access("angles", self.device.records["step"][3], self.device.tokens * self.device.plan.tunables.rope_dim * 4, write, step)
 
     def owned(self, groups: int, offset: int) -> int:
         shares = self.device.shares(groups, offset)
@@ -154,19 +157,17 @@ class Stream:
         return Access("scalars", self.words[5] + index * size, size, write, step)
 
     def _epilogue(self, step: Step, groups: int) -> Iterator[Event]:
-        op, index = self.device.op(step.instr.op), 0
+        op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
         parts = {p.name for p in op.parts}
         fused = () if op.epilogue is None else op.epilogue.args
-        for ref in (ref for _, ref in fused if hasattr(ref, "value") and ref.value not in parts):
+        size = groups * self.device.tokens * UNIT_BYTES
+        for index, ref in enumerate(ref for _, ref in fused if hasattr(ref, "value") and ref.value not in parts):
             if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
                 yield from self._kept(step, ref.value, False)
             else:
-                size = groups * self.device.tokens * UNIT_BYTES
-                m = self.device.matrix(step.instr.op)
                 yield Access("kept", self.words[4] + index * m.fold * size, size, False, step)
-            index += 1
         if step.instr.args["rope"] is not None:
-            yield Access("angles", self.device.records["step"][3], self.device.tokens * self.device.plan.tunables.rope_dim * 4, False, step)
+            yield self._angles(step, False)
         if op.out is not None:
             yield from self._staged(step, groups, True)
 
@@ -206,9 +207,11 @@ class Stream:
         yield from self._meet(step.instr, "end")
 
     def _argmax(self, step: Step) -> Iterator[Event]:
-        threads, begin = self.device.warps * WARP_THREADS, self.words[5]
-        winners = Access("scalars", begin + threads * 8, self.device.tokens * 8, True, step)
-        candidates = Access("scalars", begin, threads * 8, True, step)
+        threads, op = self.device.warps * WARP_THREADS, step.instr.op
+        area, begin = f"{op}.candidates", self.device.records[f"{ident(op)}_candidates"][0]
+        winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step)
+        candidates = Access(area, begin, threads * 8, True, step)
+        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step)
         yield candidates
         yield from self._meet(step.instr, "candidates")
         yield from (_reading(candidates), winners)
@@ -218,7 +221,9 @@ class Stream:
             yield candidates
             yield from self._meet(step.instr, "choice")
             yield _reading(candidates)
+            yield tokens
             yield from self._meet(step.instr, "end")
+            yield _reading(tokens)  # finish_step() hands them to the next launch
 
 
 def _reading(a: Access) -> Access:

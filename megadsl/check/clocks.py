@@ -8,7 +8,8 @@ What is checked at each publication, with S slots, round r:
     Tagged    who polled round r - S has finished, as far as the writer knows (its slot is overwritten)
     Sentinel  who polled round r - S / 2 has finished (that slot is emptied); and a reader of round r knows that the slot had been
               emptied before it polled, else it could take the payload of round r - S for the new one
-    Flag      who polled round r - 1 has finished (one flag word per block serves all slots, and is compared for equality)
+    Flag      as Tagged; one flag word per block serves all slots, so that it may be up to S - 1 rounds ahead of a reader, which
+              exchange.h allows for
 and at each poll that the round has been published earlier in program order: since the program is the same in all blocks, a
 publication that comes later could wait for the poll, and the launch for ever.
 
@@ -21,7 +22,9 @@ by the stream they run on, so that nothing earlier than this launch can be in co
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -46,16 +49,14 @@ STALE = declare(
     "{op!r} may take a stale vector of {value!r} for round {round}: the slot may not have been emptied yet",
     "give the edge more slots, so that a whole exchange lies between emptying and refilling, or use mk.Tagged",
 )
-FLAGGED = declare(
-    "MK503",
-    "{op!r} raises the flag of {value!r} to round {round} while a block may still wait for round {old}",
-    "use mk.Tagged for this edge, or let every block take part in a gather between the two rounds",
-)
 CONTROL = declare(
-    "MK504",
+    "MK503",
     "block 0 writes the next launch's {what} while a block may still read this launch's",
     "let block 0 gather a value that every block publishes after its last read (a whole gather, or argmax)",
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -125,23 +126,15 @@ class Clocks:
             self._take(polled, found.carried)
             self.reads[value, round_, part].append(Read(polled, now, by))
 
-    def publish(self, by: Step, value: str, round_: int, mask: Bools, part: int = 0, between: bool = False) -> None:
-        """Publish a round; ``between``: the block meets between its payload and its flag."""
+    def publish(self, by: Step, value: str, round_: int, mask: Bools, part: int = 0) -> None:
         now = self.at(shown(by.instr, by.layer))
-        payload, flag = _distances(self.device.exchanges[value])
-        self._reuse(by, value, round_, mask, part, payload)
-        if between:
-            self.barrier(mask)
-        self._reuse(by, value, round_, mask, part, flag)
+        distance = _distance(self.device.exchanges[value])
+        for read in self.reads.get((value, round_ - distance, part), ()):
+            late = read.polled.T & mask[:, None] & (self.known < read.step)
+            if late.any():
+                self._conflict(by, value, round_, read, late)
         self.published[value, round_, part] = Publication(mask, now, self.known.copy())
         self.latest[value] = round_
-
-    def _reuse(self, by: Step, value: str, round_: int, mask: Bools, part: int, distances: Distances) -> None:
-        for distance, code in distances:
-            for read in self.reads.get((value, round_ - distance, part), ()):
-                late = read.polled.T & mask[:, None] & (self.known < read.step)
-                if late.any():
-                    self._conflict(code, by, value, round_, distance, read, late)
 
     def finish(self) -> None:
         """Block 0 writes the control block."""
@@ -177,17 +170,18 @@ class Clocks:
         ]
         self.findings.add(STALE, instr.span, rows, op=instr.op, value=value, round=round_)
 
-    def _conflict(self, code: str, by: Step, value: str, round_: int, distance: int, read: Read, late: Bools) -> None:
+    def _conflict(self, by: Step, value: str, round_: int, read: Read, late: Bools) -> None:
         writer, reader = (int(i) for i in np.argwhere(late)[0])
-        what = "empties" if self.device.exchanges[value].wire == "Sentinel" else "overwrites"
+        e = self.device.exchanges[value]
+        what, old = ("empties" if e.wire == "Sentinel" else "overwrites"), round_ - _distance(e)
         rows = [
-            (f"consumer of block {reader}", [f"reads round {round_ - distance}: {self.labels[read.step]}", "", ""]),
+            (f"consumer of block {reader}", [f"reads round {old}: {self.labels[read.step]}", "", ""]),
             (
                 f"consumer of block {writer}",
-                ["", f"{what} it with round {round_}: {shown(by.instr, by.layer)}", self._knows(writer, reader)],
+                ["", f"{what} its slot in round {round_}: {shown(by.instr, by.layer)}", self._knows(writer, reader)],
             ),
         ]
-        self.findings.add(code, by.instr.span, rows, op=by.instr.op, value=value, round=round_, old=round_ - distance)
+        self.findings.add(REUSED, by.instr.span, rows, op=by.instr.op, value=value, round=round_, old=old)
 
     def _never(self, by: Step, instr: Instr, value: str, round_: int, state: str) -> None:
         latest = self.latest.get(value)
@@ -205,17 +199,9 @@ class Clocks:
         return self.labels[step]
 
 
-Distances = list[tuple[int, str]]
-
-
-def _distances(e: Exchange) -> tuple[Distances, Distances]:
-    """Which earlier rounds the payload of a publication must not overtake, and which ones its flag."""
-    match e.wire:
-        case "Sentinel":
-            return [(e.slots // 2, REUSED), (e.slots, REUSED)], []
-        case "Flag":
-            return [(e.slots, REUSED)], [(1, FLAGGED)]
-    return [(e.slots, REUSED)], []
+def _distance(e: Exchange) -> int:
+    """How many rounds before its own a publication must not overtake: those whose slot it writes to."""
+    return e.slots // 2 if e.wire == "Sentinel" else e.slots
 
 
 def check_exchanges(device: Device, findings: Findings) -> list[str]:
@@ -233,8 +219,8 @@ def check_exchanges(device: Device, findings: Findings) -> list[str]:
     clocks.finish()
     reads = sum(len(r) for r in clocks.reads.values())
     return [
-        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers: each read after"
-        " its writer, each slot reused after its last reader",
+        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers: each read"
+        " after its writer, each slot reused after its last reader",
         "control block: rewritten by block 0 after every block's last read",
     ]
 
@@ -254,7 +240,7 @@ class Player:
     """What each call does to the clocks: its polls, barriers and publications, in the order in which its header has them."""
 
     clocks: Clocks
-    cache: dict[int, object] = field(default_factory=dict)
+    cache: dict[tuple[int, str], object] = field(default_factory=dict)
 
     def play(self, step: Step) -> None:
         call = step.instr.call
@@ -276,7 +262,7 @@ class Player:
     def _publish(self, step: Step) -> None:
         instr = step.instr
         value = str(instr.args["value"])
-        self.clocks.publish(step, value, step.round(), self.clocks.everybody, between="flag" in instr.syncs)
+        self.clocks.publish(step, value, step.round(), self.clocks.everybody)
 
     def _gather_kept(self, step: Step) -> None:
         instr = step.instr
@@ -315,9 +301,9 @@ class Player:
         clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polls.chosen(clocks.device)])
         self._barrier(instr, "choice", "end", mask=block0)
 
-    def _cached(self, instr: Instr, make, kind: str = ""):  # type: ignore[no-untyped-def]
+    def _cached(self, instr: Instr, make: Callable[[Device, Instr], T], kind: str = "") -> T:
         """A layer's polls are those of every layer."""
         key = (id(instr), kind)
         if key not in self.cache:
             self.cache[key] = make(self.clocks.device, instr)
-        return self.cache[key]
+        return cast(T, self.cache[key])

@@ -9,8 +9,9 @@ meet the next one's first in every pair of layers alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from megadsl.check.areas import Access, Meet, Stream
+from megadsl.check.areas import CONTROL, Access, Meet, Stream
 from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
@@ -80,7 +81,7 @@ def _splits(device: Device) -> list[tuple[int, int]]:
 
 def _counts(device: Device, groups: int, offset: int) -> list[int]:
     shares = device.shares(groups, offset)
-    return [end - begin for begin, end in zip(shares, shares[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(shares)]
 
 
 @dataclass
@@ -155,8 +156,13 @@ def _race(first: Access, then: Access, block: int, findings: Findings) -> None:
 def _inside(a: Access, areas: dict[str, Area], findings: Findings) -> None:
     area = areas.get(a.area)
     end = a.begin + a.size
+    if a.begin >= CONTROL:
+        return
     if area is None or a.begin < area.offset or end > area.offset + area.bytes:
-        rows = [("consumer", [shown(a.step.instr, a.step.layer)]), (a.area, [f"{area.offset} to {area.offset + area.bytes}" if area else "-"])]
+        rows = [
+            ("consumer", [shown(a.step.instr, a.step.layer)]),
+            (a.area, [f"{area.offset} to {area.offset + area.bytes}" if area else "-"]),
+        ]
         findings.add(OUTSIDE, a.step.instr.span, rows, op=a.step.instr.op, area=a.area, begin=a.begin, end=end)
 
 

@@ -1,6 +1,6 @@
 """The plan as the device sees it: split functions, shares and sizes, read from the words of Shape that the kernel reads.
 
-The functions here are twins of those in templates/include/megadsl/ (layout.h, attention.h, linear.h); tests compare them.
+attention_unit() and Device.owners() are twins of functions in templates/include/megadsl/ (attention.h, exchange.h).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megadsl.ir.graph import Attention, Linear
-from megadsl.ir.plan import Exchange, Instr, LayerLoop, Phase, Plan, Program
+from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.schedule import share_begin, share_owner
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS
@@ -126,11 +126,7 @@ class Device:
                 looped = isinstance(item, LayerLoop)
                 names = {"epoch": epoch, "layers": layers, "layer": layer}
                 for phase in item.body if isinstance(item, LayerLoop) else (item,):
-                    yield from (Step(i, layer if looped else None, names) for i in _of(phase))
-
-
-def _of(phase: Phase) -> tuple[Instr, ...]:
-    return phase.body
+                    yield from (Step(i, layer if looped else None, names) for i in phase.body)
 
 
 def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:

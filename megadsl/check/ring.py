@@ -231,7 +231,7 @@ class _Play:
         count = 0
         moved = True
         while moved and not self.failed:
-            moved = any([loader.advance(self.gates) for loader in self.loaders.values()])
+            moved = sum(loader.advance(self.gates) for loader in self.loaders.values()) > 0
             while self.at < len(self.todo) and not self.failed and self._consume(self.todo[self.at]):
                 moved = True
                 count += 1
@@ -289,7 +289,10 @@ class _Play:
         if action is None and not waiting:
             for role, loader in self.loaders.items():
                 if loader.used:
-                    rows = [(role, [f"filled {_what(f)}: {shown(f.step.instr, f.step.layer)}" for f, _ in loader.lying[:3]]), ("consumer", ["ended"])]
+                    rows = [
+                        (role, [f"filled {_what(f)}: {shown(f.step.instr, f.step.layer)}" for f, _ in loader.lying[:3]]),
+                        ("consumer", ["ended"]),
+                    ]
                     self.findings.add(LEFT, loader.todo[-1].step.instr.span, rows, ring=role, left=loader.used)
             return
         rows = [(role, [self._waits(loader)]) for role, loader in waiting]
@@ -332,7 +335,7 @@ def check_rings(device: Device, findings: Findings) -> list[str]:
     return [
         f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
         f" x kv_len {', '.join(map(str, lengths))} ({count} actions)",
-        f"rings: every stage is let go of by {device.warps} consumer warps, as its barrier counts; stages, tapes and barriers fit their areas",
+        f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; stages, tapes and barriers fit their areas",
     ]
 
 
@@ -350,7 +353,14 @@ def _sizes(device: Device, findings: Findings) -> None:
         needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * _tape_entries(device, program)))
         for what, need in needs:
             if areas[what].bytes < need:
-                findings.add(SMALL, span, [(role, [f"{need} bytes"]), (what, [f"{areas[what].bytes} bytes"])], what=what, need=need, have=areas[what].bytes)
+                findings.add(
+                    SMALL,
+                    span,
+                    [(role, [f"{need} bytes"]), (what, [f"{areas[what].bytes} bytes"])],
+                    what=what,
+                    need=need,
+                    have=areas[what].bytes,
+                )
         for step in device.steps(program, 1):
             need = _stage_need(device, step, records)
             if need > ring.stage_bytes:
@@ -387,4 +397,3 @@ def _entries(device: Device, block: int, step: Step) -> int:
     shares = device.shares(m.groups // m.fold, m.share_offset)
     own = (shares[block + 1] - shares[block]) * m.fold
     return min(own, 1) if m.chunks == 1 else own * m.chunks
-

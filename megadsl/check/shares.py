@@ -5,6 +5,8 @@ Checked with the numbers that the kernel reads (Shape) against what lowering say
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
@@ -52,7 +54,9 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
         "exchange arena: slots and flags of different values apart, as many vectors as the largest share",
     ]
     if device.ops[1]:
-        proved.append(f"KV rows: every cached chunk read once per KV head, new rows' chunk by the appending unit alone ({lengths} cache lengths)")
+        proved.append(
+            f"KV rows: every cached chunk read once per KV head, new rows' chunk by the appending unit alone ({lengths} cache lengths)"
+        )
     return proved
 
 
@@ -61,7 +65,7 @@ def _split(device: Device, op: str, what: str, groups: int, offset: int, finding
     span = device.op(op).span
     shares = device.shares(groups, offset)
     wrong = ""
-    if shares[0] != 0 or shares[-1] != groups or any(a > b for a, b in zip(shares, shares[1:], strict=False)):
+    if shares[0] != 0 or shares[-1] != groups or any(a > b for a, b in pairwise(shares)):
         wrong = f"blocks own {shares[0]} to {shares[-1]} of {groups}"
     else:
         for g in range(groups):
@@ -70,7 +74,9 @@ def _split(device: Device, op: str, what: str, groups: int, offset: int, finding
                 wrong = f"group {g} is looked for at block {owner}, which does not own it"
                 break
     if wrong:
-        findings.add(COVER, span, [("blocks", [f"{groups} groups, offset {offset}, {device.blocks} blocks"])], op=op, what=what, wrong=wrong)
+        findings.add(
+            COVER, span, [("blocks", [f"{groups} groups, offset {offset}, {device.blocks} blocks"])], op=op, what=what, wrong=wrong
+        )
 
 
 def _linear(device: Device, op: Linear, findings: Findings) -> None:
@@ -95,7 +101,10 @@ def _producer(device: Device, instr: Instr, findings: Findings) -> None:
         heads = device.heads(op.name) if f"{ident(op.name)}_merge" in device.records else None
         mine = (words[2], words[3]) if heads is None else (heads.merge_groups, heads.merge_offset)
     if mine != (e.groups, e.share_offset):
-        rows = [(f"producer {op.name}", [f"groups {mine[0]}, offset {mine[1]}"]), (f"readers of {e.name}", [f"groups {e.groups}, offset {e.share_offset}"])]
+        rows = [
+            (f"producer {op.name}", [f"groups {mine[0]}, offset {mine[1]}"]),
+            (f"readers of {e.name}", [f"groups {e.groups}, offset {e.share_offset}"]),
+        ]
         findings.add(MISMATCH, instr.span, rows, op=op.name, value=e.name, mine=mine, theirs=(e.groups, e.share_offset))
 
 
@@ -105,7 +114,9 @@ def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
     expected = (e.offset // 16, e.owners * e.vectors, e.slots, e.vectors, e.units, e.groups)
     if tuple(words[:6]) != expected or words[7] != e.share_offset:
         rows = [("kernel", [str(words)]), ("plan", [str(expected)])]
-        findings.add(COVER, e.span, rows, op=op, what=f"exchange {e.name}", wrong=f"the kernel reads {tuple(words[:6])}, the plan says {expected}")
+        findings.add(
+            COVER, e.span, rows, op=op, what=f"exchange {e.name}", wrong=f"the kernel reads {tuple(words[:6])}, the plan says {expected}"
+        )
     if e.dtype != "bf16":
         return
     _split(device, op, f"exchange {e.name}", e.groups, e.share_offset, findings)
@@ -116,16 +127,25 @@ def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
         rows = [(f"block {most}", [f"{need} units"]), (f"exchange {e.name}", [f"{e.units} units, {e.vectors} vectors, {e.owners} owners"])]
         findings.add(CAPACITY, e.span, rows, op=op, block=most, need=need, value=e.name, have=e.units)
     if GROUP_ROWS * e.groups < device.plan.graph.value(e.name).features:
-        findings.add(COVER, e.span, [("exchange", [f"{e.groups} groups"])], op=op, what=f"exchange {e.name}", wrong="features without a group")
+        findings.add(
+            COVER, e.span, [("exchange", [f"{e.groups} groups"])], op=op, what=f"exchange {e.name}", wrong="features without a group"
+        )
 
 
 def _arena(device: Device, findings: Findings) -> None:
     taken = [(e.offset, e.offset + e.slot_bytes * e.slots, e) for e in device.plan.exchanges]
     taken += [(e.flags_offset, e.flags_offset + 64 * e.owners, e) for e in device.plan.exchanges if e.wire == "Flag"]
     taken.sort(key=lambda t: t[0])
-    for (_, end, e), (begin, _, other) in zip(taken, taken[1:], strict=False):
+    for (_, end, e), (begin, _, other) in pairwise(taken):
         if end > begin:
-            findings.add(ARENA, other.span, [(e.name, [f"up to {end}"]), (other.name, [f"from {begin}"])], op=other.name, value=e.name, other=other.name)
+            findings.add(
+                ARENA,
+                other.span,
+                [(e.name, [f"up to {end}"]), (other.name, [f"from {begin}"])],
+                op=other.name,
+                value=e.name,
+                other=other.name,
+            )
     if taken and max(end for _, end, _ in taken) > device.plan.buffers["exchange"]:
         e = taken[-1][2]
         findings.add(ARENA, e.span, [(e.name, [f"up to {taken[-1][1]}"])], op=e.name, value=e.name, other="the end of the arena")
@@ -149,5 +169,3 @@ def _rows(device: Device, findings: Findings) -> int:
                 rows = [(f"unit {split}", [f"streams chunks {u[1]} to {u[2]}", "appends" if u[3] else ""]) for split, u in enumerate(units)]
                 findings.add(ROWS, op.span, rows, op=op.name, row=kv_len)
     return count
-
-

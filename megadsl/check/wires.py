@@ -21,7 +21,9 @@ from megadsl.ir.plan import Exchange, Instr
 from megadsl.types import Level
 
 WIRE = declare(
-    "MK540", "{op!r} {does} {value!r} as {wire}, its exchange is {kind}", "use the edge's sync at both ends: s[producer].sync(...) sets both"
+    "MK540",
+    "{op!r} {does} {value!r} as {wire}, its exchange is {kind}",
+    "use the edge's sync at both ends: s[producer].sync(...) sets both",
 )
 SCOPE = declare(
     "MK541",
@@ -76,7 +78,10 @@ def _release(device: Device, step: Step, findings: Findings) -> None:
         return
     e = device.exchanges[str(instr.args[value])]
     if e.wire == "Flag":
-        rows = [("consumer, one warp", [f"stores its part: {shown(instr)}", "no barrier"]), ("consumer, thread 0", ["", "no barrier", "st.release of the flag"])]
+        rows = [
+            ("consumer, one warp", [f"stores its part: {shown(instr)}", "no barrier"]),
+            ("consumer, thread 0", ["", "no barrier", "st.release of the flag"]),
+        ]
         findings.add(RELEASE, instr.span, rows, op=instr.op, value=e.name)
 
 

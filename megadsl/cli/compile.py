@@ -21,6 +21,9 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Prove the plan's synchronisation first; the manifest says whether.")
+    ] = True,
 ) -> None:
     """Compile MODEL to one kernel.
 
@@ -28,7 +31,7 @@ def command(
     """
     from megadsl.driver import compile_model, write_artifacts
 
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)
     typer.echo(f"written to {out}")

@@ -89,7 +89,7 @@ def _gpu() -> Iterator[Finding]:
     if not bindings_installed():
         yield Finding("cuda-python", "not installed", "pip install 'megadsl[cuda]'", needed_by)
         return
-    yield Finding("cuda-python", version("cuda-python"))
+    yield Finding("cuda-python", version("cuda-bindings"))  # what is imported; cuda-python itself is an empty package around it
     driver, oldest = driver_version(), machine(DEFAULT_ARCH).min_driver
     if driver is None:
         mend = "install one of the 580 series or newer, or use --device cpu"

@@ -102,7 +102,13 @@ def _ring(schedule: Schedule, record: SetRing, found: Collector) -> Schedule:
 
 def _replaced_ring(ring: Ring, changes: Changes) -> Ring:
     values = {k: v for k, v in changes if isinstance(v, int)}
-    return replace(ring, **values)
+    return replace(
+        ring,
+        stages=values.get("stages", ring.stages),
+        stage_bytes=values.get("stage_bytes", ring.stage_bytes),
+        window=values.get("window", ring.window),
+        meeting_window=values.get("meeting_window", ring.meeting_window),
+    )
 
 
 def _warps(schedule: Schedule, record: SetCount, overrides: Overrides, found: Collector) -> Schedule:

@@ -79,7 +79,9 @@ class Emulator:
         self._run.argtypes = [ctypes.POINTER(LaunchArgs)]
         self._run.restype = ctypes.c_int
 
-    def launch(self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0, policy: int = 0) -> LaunchReport:
+    def launch(
+        self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0, policy: int = 0
+    ) -> LaunchReport:
         """Run one launch to its end.
 
         ``manifest`` gives blocks, threads, cluster (default 1), smem_bytes, shape (the words of the Shape argument) and

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadsl.diagnostics import declare, error
+from megadsl.diagnostics import Diagnostic, declare, diagnose, error
 from megadsl.emulate.abi import BUFFERS, RaceRecord, RaceSide
+from megadsl.source import UNKNOWN, Span
 
 NO_ADDR2LINE = declare(
     "MK362",
@@ -18,7 +19,29 @@ NO_ADDR2LINE = declare(
     "apt install binutils  (or your system's package of GNU binutils)",
 )
 
+DATA_RACE = declare(
+    "MK363",
+    "{count} bytes at {where} are accessed twice with nothing between that orders it",
+    "let one side wait for the other: a barrier of the warp or block, a phase of an mbarrier, or a release and an acquire of gpu scope",
+)
+PROXY_RACE = declare(
+    "MK364",
+    "a bulk copy accesses {count} bytes at {where} that were written with no proxy fence on the way",
+    "call ptx::fence_proxy_async() after the write, before the signal that the copying thread waits for",
+)
+MIXED_SIZES = declare(
+    "MK365",
+    "strong accesses of different sizes overlap at {where}; they do not see each other as one",
+    "access these {count} bytes with one width",
+)
+UNFENCED_BARRIER = declare(
+    "MK366",
+    "a bulk copy signals the mbarrier at {where}, whose initialisation it need not have seen",
+    "call ptx::fence_mbarrier_init() after mbar_init, before the barrier that lets the block go on",
+)
+
 KINDS = ("data race", "missing proxy fence", "mixed sizes", "mbarrier not fenced")
+_CODES = dict(zip(KINDS, (DATA_RACE, PROXY_RACE, MIXED_SIZES, UNFENCED_BARRIER), strict=True))
 _WRITE, _STRONG, _ASYNC, _PLAIN = 1, 2, 4, 8
 _COPY_LANE = 32
 _NO_SITE = 0xFFFF
@@ -81,13 +104,27 @@ class Race:
     now: Access
     before: Access
 
+    @property
+    def where(self) -> str:
+        return f"{self.space} + {self.offset}" + ("" if self.block is None else f" of block {self.block}")
+
     def __str__(self) -> str:
-        where = f"{self.space} + {self.offset}" + ("" if self.block is None else f" of block {self.block}")
-        return f"{self.kind} on {where}\n    {self.now}\n    {self.before}"
+        return f"{self.kind} on {self.where}\n    {self.now}\n    {self.before}"
+
+    def diagnostic(self) -> Diagnostic:
+        """MK363 to MK366, at the spec line that the later access belongs to, else at the earlier one's."""
+        span = next((_span(side.span) for side in (self.now, self.before) if side.span), UNKNOWN)
+        count = min(self.now.width, self.before.width)
+        return diagnose(_CODES[self.kind], span, f"    {self.now}\n    {self.before}", where=self.where, count=count)
+
+
+def _span(text: str) -> Span:
+    file, _, line = text.rpartition(":")
+    return Span(file, int(line))
 
 
 def describe_races(records: Sequence[RaceRecord], library: Path, text: str) -> tuple[Race, ...]:
-    """The records of one launch of ``library``, which was made from the kernel.cu ``text``. Raises MK362 when there are some and no addr2line."""
+    """The records of one launch of ``library``, made from the kernel.cu ``text``. Raises MK362 when there are some and no addr2line."""
     if not records:
         return ()
     source = text.splitlines()
@@ -139,7 +176,7 @@ def _short(function: str) -> str:
 def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequence[str]) -> Access:
     stack = [frame for pc in side.stack if pc for frame in frames[pc]]
     line = next((frame.line for frame in stack if frame.file == "kernel.cu"), 0)
-    role, op, span = _spec_of(source, line)
+    role, op, span = spec_of(source, line)
     copy = side.lane == _COPY_LANE
     return Access(
         how=_how(side.flags),
@@ -163,7 +200,7 @@ def _how(flags: int) -> str:
     return " ".join([*words, "write" if flags & _WRITE else "read"])
 
 
-def _spec_of(source: Sequence[str], line: int) -> tuple[str, str, str]:
+def spec_of(source: Sequence[str], line: int) -> tuple[str, str, str]:
     """Role, op and spec line that the comments above a line of kernel.cu name."""
     op = span = ""
     for text in reversed(source[:line]):

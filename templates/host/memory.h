@@ -92,7 +92,8 @@ MK_PTX void store_strong(V* p, V v, bool release, detect::Pc pc) {
   check_global(p, sizeof(V), sizeof(V));
   detect::global_access(p, sizeof(V), detect::kStrong | detect::kWrite, pc);
   detect::relaxed_store(p, v, release, pc);
-  store_global<V>(p, v);
+  std::memcpy(static_cast<void*>(p), &v, sizeof v);
+  changed(p, sizeof(V));
   maybe_preempt();
 }
 

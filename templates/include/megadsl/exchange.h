@@ -47,6 +47,10 @@ constexpr u32 kFlagStride = 16;      // words between two blocks' flags
 constexpr u32 kEmptyWord = ~0u;      // Sentinel's "not yet"
 constexpr u32 kCanonicalNan = 0x7fffu;
 
+// Whether a block's flag tells that the round is there. The block may be rounds ahead of a reader that it did not wait for, but
+// never as far as the slot's next round. Not `>=`: before the first round a flag is 0, and sequences wrap.
+MK_DEV bool flag_covers(const ExchangeShape& e, u32 flag, u32 sequence) { return flag - sequence < u32(e.slots); }
+
 constexpr u32 kLastsPerVector = 7;  // last elements of units in one extra vector
 
 struct Tagged {
@@ -247,7 +251,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
         for (u32 i = 0; i < kPolls; ++i) {
           if (!(pending >> i & 1)) continue;
           observed = ptx::ld_acquire(round.flags + at[i] / u32(e.vectors) * kFlagStride);
-          if (observed != round.sequence) return false;
+          if (!flag_covers(e, observed, round.sequence)) return false;
         }
       }
 #pragma unroll

@@ -41,7 +41,7 @@ MK_DEV void poll_part(const Context& cx, u32 site, const ExchangeShape& parts, c
   wait(cx, site, at[0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
       observed = ptx::ld_acquire(round.flags + unit * kFlagStride);
-      if (observed != round.sequence) return false;
+      if (!flag_covers(parts, observed, round.sequence)) return false;
     }
     bool all = true;
 #pragma unroll
