@@ -19,9 +19,7 @@ class Machine:
     arch: str
     sms: int
     smem_per_block: int  # most dynamic shared memory one block can have
-    smem_reserved: int  # what the driver keeps of an SM's shared memory per block
     registers_per_sm: int
-    max_registers_per_thread: int
     max_warps_per_block: int
     named_barriers: int
     l2_bytes: int
@@ -40,9 +38,7 @@ MACHINES: dict[str, Machine] = {
         arch="sm_90a",
         sms=132,
         smem_per_block=227 * 1024,
-        smem_reserved=1024,
         registers_per_sm=65536,
-        max_registers_per_thread=255,
         max_warps_per_block=32,
         named_barriers=16,
         l2_bytes=60 * 1000 * 1000,
