@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
-EXAMPLE = "Example: megadsl check smollm2-135m --tokens 4"
+EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
+EMULATED_BLOCKS = 3
 
 
 def command(
@@ -20,11 +21,16 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: findings, seconds, proved.")] = False,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=0, metavar="N", help="Also emulate N schedules under the race detector; for tiny models.")
+    ] = 0,
+    processes: Annotated[int, typer.Option("--processes", min=1, metavar="P", help="Processes that share the schedules.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: findings, seconds, proved, seeds, schedules.")] = False,
 ) -> None:
     """Prove that the kernel of MODEL synchronises rightly, without a GPU and without compiling it.
 
-    Exits with 1 when anything does not hold.
+    With --seeds it is also emulated, on 3 blocks unless --blocks says otherwise: each seed is another order of events, some of them
+    adversarial, and is repeated exactly by running it again. Exits with 1 when anything does not hold.
     """
     from dataclasses import asdict
 
@@ -34,12 +40,35 @@ def command(
 
     compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, check=False)
     report = check_plan(compiled.plan, machine(arch))
+    schedules: list[dict[str, object]] = []
+    if seeds and not report.findings:
+        few = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks or EMULATED_BLOCKS, check=False)
+        schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json)
     if as_json:
         findings = [{**asdict(found), "span": str(found.span)} for found in report.findings]
-        typer.echo(json.dumps({"findings": findings, "seconds": round(report.seconds, 3), "proved": list(report.proved)}))
+        proof = {"findings": findings, "seconds": round(report.seconds, 3), "proved": list(report.proved)}
+        typer.echo(json.dumps({**proof, "seeds": seeds, "schedules": schedules}))
     else:
         for line in (*report.findings, *report.proved):
             typer.echo(line)
         typer.echo(f"{len(report.findings)} findings in {report.seconds:.2f} s")
-    if report.findings:
+        for found in schedules:
+            typer.echo(f"seed {found['seed']} ({found['policy']}): {found['kind']}\n{found['text']}")
+        if seeds and not report.findings:
+            typer.echo(f"{len(schedules)} findings in {seeds} emulated schedules")
+    if report.findings or schedules:
         raise typer.Exit(1)
+
+
+def _explored(manifest: dict[str, Any], source: str, seeds: int, processes: int, *, quiet: bool) -> list[dict[str, object]]:
+    """What the emulated schedules showed, by seed."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megadsl.emulate.explore import explore
+    from megadsl.runtime.explore import Subject
+
+    with Progress(console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("schedules", total=seeds)
+        result = explore(Subject(manifest, source), range(seeds), processes, lambda done: bar.update(task, completed=done))
+    return [{"seed": f.seed, "policy": f.policy.name.lower(), "kind": f.kind, "text": f.text} for f in result.findings]
