@@ -72,10 +72,9 @@ MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequen
 // Keeps this block's share of a value beside publishing it: a later op of the same share adds to it without asking anybody.
 template <class B>
 MK_DEV void keep(const B& block, const ExchangeShape& e, smem_ptr<char> staged, smem_ptr<char> kept) {
-  const u32 groups = u32(e.groups), offset = u32(e.share_offset);
-  const u32 owned = share_begin(groups, block.cx.blocks, offset, block.cx.block + 1) - share_begin(groups, block.cx.blocks, offset, block.cx.block);
+  const Share own = own_share(block.cx, u32(e.groups), u32(e.share_offset));
 #pragma unroll 1
-  for (u32 i = block.thread; i < owned * B::kTokens; i += B::kThreads)
+  for (u32 i = block.thread; i < (own.end - own.begin) * B::kTokens; i += B::kThreads)
     ptx::st_shared<u32x4>(kept.template at<u32x4>(i * 16), ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16)));
 }
 

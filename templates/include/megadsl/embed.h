@@ -14,8 +14,8 @@ struct EmbedShape {
 // Tokens past the launch's count become zeros. Ends behind a barrier, ready for publish_share().
 template <class B>
 MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, smem_ptr<char> staged) {
-  const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block) * kGroupRows;
-  const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1) * kGroupRows;
+  const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
+  const u32 begin = own.begin * kGroupRows, end = own.end * kGroupRows;
   const u16* table = reinterpret_cast<const u16*>(block.buffers.weights + size_t(u32(s.table)) * 16);
 #pragma unroll 1
   for (u32 i = block.thread; i < (end - begin) * B::kTokens; i += B::kThreads) {

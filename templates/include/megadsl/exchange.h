@@ -298,8 +298,8 @@ template <class Wire, u32 kTokens, class Barrier>
 MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged,
                           u32 thread, u32 threads, Barrier barrier) {
   const Round round = exchange_round(buffers, e, sequence);
-  const u32 block = cx.block, groups = u32(e.groups), offset = u32(e.share_offset), vectors = u32(e.vectors), first = block * vectors;
-  const u32 owned = (share_begin(groups, cx.blocks, offset, block + 1) - share_begin(groups, cx.blocks, offset, block)) * kTokens;
+  const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
+  const u32 vectors = u32(e.vectors), first = cx.block * vectors, owned = (own.end - own.begin) * kTokens;
 #pragma unroll 1
   for (u32 i = thread; i < vectors; i += threads) {
     u32x4 x = {0, 0, 0, 0};
@@ -322,7 +322,7 @@ MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const Excha
   }
   if (Wire::kFlagged) {
     barrier();
-    if (thread == 0) ptx::st_release(round.flags + block * kFlagStride, sequence);
+    if (thread == 0) ptx::st_release(round.flags + cx.block * kFlagStride, sequence);
   }
 }
 

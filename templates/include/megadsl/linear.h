@@ -28,13 +28,13 @@ struct LinearShape {
   i32 l2_bytes;      // bytes of the block's share to prefetch into L2
 };
 
-struct RowGroups {
-  u32 begin, end;
-};
+// Row groups of 8.
+using RowGroups = Share;
 
 MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
-  const u32 block = cx.block, shares = u32(s.groups) / u32(s.fold), offset = u32(s.share_offset), fold = u32(s.fold);
-  return {share_begin(shares, cx.blocks, offset, block) * fold, share_begin(shares, cx.blocks, offset, block + 1) * fold};
+  const u32 fold = u32(s.fold);
+  const Share own = own_share(cx, u32(s.groups) / fold, u32(s.share_offset));
+  return {own.begin * fold, own.end * fold};
 }
 
 // Visits (batch, chunk): the loop nest that the loader and the consumers share. A block without rows still visits once,

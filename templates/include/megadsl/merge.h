@@ -62,14 +62,13 @@ template <class Wire, class T, class B>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
                       smem_ptr<char> staged) {
   constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
-  const u32 begin = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block);
-  const u32 end = share_begin(u32(s.groups), block.cx.blocks, u32(s.share_offset), block.cx.block + 1);
-  const u32 splits = u32(a.splits), items = (end - begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
+  const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
+  const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
   const Round round = exchange_round(block.buffers, parts, sequence);
   const u32 rounded = ceil_div(items * lanes, 32) * 32;  // whole warps: lanes without an item still shuffle
 #pragma unroll 1
   for (u32 i = block.thread; i < rounded; i += B::kThreads) {
-    const u32 item = i / lanes, token = item % kTokens, group = begin + item / kTokens;
+    const u32 item = i / lanes, token = item % kTokens, group = own.begin + item / kTokens;
     const u32 head = group / kGroupsPerHead;
     MergeState state;
 #pragma unroll 1

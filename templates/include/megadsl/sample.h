@@ -89,7 +89,7 @@ template <class B>
 MK_DEV void finish_step(const B& block, const Step& step, bool has_argmax) {
   if (block.cx.block != 0 || block.thread != 0 || given_up(block.cx)) return;
   Control* c = block.cx.control;
-  if (has_argmax && (ptx::ld_global<u32>(&c->flags) & 1u)) {
+  if (has_argmax && (ptx::ld_global<u32>(&c->flags) & kFlagAdvance)) {
     ptx::st_global<u32>(&c->kv_len, step.kv_len + step.tokens);
     ptx::st_global<u32>(c->token_ids, ptx::ld_global<u32>(c->next_ids + (step.tokens - 1)));
     ptx::st_global<u32>(c->positions, ptx::ld_global<u32>(c->positions + (step.tokens - 1)) + 1);

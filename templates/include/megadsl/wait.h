@@ -19,6 +19,15 @@ struct Context {
   MK_DEV smem_ptr<u64> deadline() const { return abort_word.template at<u64>(8); }
 };
 
+// What a block owns of something shared out over all blocks: items [begin, end).
+struct Share {
+  u32 begin, end;
+};
+
+MK_DEV Share own_share(const Context& cx, u32 n, u32 offset) {
+  return {share_begin(n, cx.blocks, offset, cx.block), share_begin(n, cx.blocks, offset, cx.block + 1)};
+}
+
 constexpr u32 kPollsPerCheck = 256;  // how often a waiter looks at the clock and at the global abort word
 
 namespace detail {
