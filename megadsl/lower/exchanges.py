@@ -45,11 +45,7 @@ def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> boo
 def kept_locally(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
     """Values that blocks keep their own share of, each once, in program order of the first use."""
     found = {
-        ref.value: None
-        for op in graph.ops
-        if isinstance(op, Linear)
-        for _, ref in kept_values(op)
-        if is_local(op, ref, graph, schedule)
+        ref.value: None for op in graph.ops if isinstance(op, Linear) for _, ref in kept_values(op) if is_local(op, ref, graph, schedule)
     }
     return tuple(found)
 
@@ -86,9 +82,14 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     name = f"{op.name}.parts"
     units = op.kv_heads * schedule.op(op.name).splits
     rows = op.heads // op.kv_heads * graph.tokens
-    vectors = rows * (op.head_dim // 4 + 1)
+    vectors = rows * row_vectors(op.head_dim)
     uses = "1" if op.loop is None else "layers"
     return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
+
+
+def row_vectors(head_dim: int) -> int:
+    """16-byte vectors of one query row of a partial result: fp32 values, then {maximum, sum}; AttentionTiling::kVectors."""
+    return head_dim // 4 + 1
 
 
 def _same_share(initial: Op, share: Sharing, features: int, schedule: Schedule) -> None:

@@ -42,6 +42,7 @@ MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
 template <u32 kBatch, class F>
 MK_DEV void for_each_pass(const LinearShape& s, RowGroups own, F f) {
   const u32 chunks = u32(s.pieces) / u32(s.chunk_pieces);
+  if (own.begin == own.end && ptx::skips_zero_trips()) return;
   u32 first = own.begin;
   do {
     const u32 last = min_u32(first + kBatch, own.end);
@@ -194,8 +195,8 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
 }
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
-// its own where a buffer is reused); `epilogue` as in finish_batch. Ends with a barrier behind the last epilogue.
-template <u32 kBatch, class G, class B, class R, class Gather, class Epilogue>
+// its own where a buffer is reused); `epilogue` as in finish_batch. kStages: it stages results, and all of them are there at the end.
+template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
@@ -217,7 +218,7 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
       turn ^= 1;
     }
   });
-  block.sync();
+  if (kStages) block.sync();
 }
 
 }  // namespace mk
