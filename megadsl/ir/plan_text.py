@@ -20,15 +20,19 @@ def print_plan(plan: Plan) -> str:
 def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     yield "schedule", list(_schedule(plan))
     yield "exchanges", list(_exchanges(plan))
-    yield f"shared memory ({plan.smem_bytes} bytes)", [
-        f"{a.offset:>7} {a.bytes:>7}  {a.name}{'  (overlay)' if a.overlay else ''}" for a in plan.areas
-    ]
+    yield (
+        f"shared memory ({plan.smem_bytes} bytes)",
+        [f"{a.offset:>7} {a.bytes:>7}  {a.name}{'  (overlay)' if a.overlay else ''}" for a in plan.areas],
+    )
     yield "stage records", [f"{s.op:<28} {s.bytes:>6} bytes  {s.format}" for s in plan.stages]
-    yield "weights", [
-        f"{r.offset:>12} +{r.layer_stride:<10} {r.bytes:>11} bytes  {r.kind:<6} {r.name}: "
-        + ", ".join(f"{s.weight} ({s.rows} rows, {s.order})" for s in r.sources)
-        for r in plan.packs
-    ]
+    yield (
+        "weights",
+        [
+            f"{r.offset:>12} +{r.layer_stride:<10} {r.bytes:>11} bytes  {r.kind:<6} {r.name}: "
+            + ", ".join(f"{s.weight} ({s.rows} rows, {s.order})" for s in r.sources)
+            for r in plan.packs
+        ],
+    )
     for program in plan.programs:
         yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}", list(_program(program.body))
     yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]
@@ -46,7 +50,8 @@ def _schedule(plan: Plan) -> Iterator[str]:
         placement = "smem" if p.smem else "smem once the op has begun"
         ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
-        yield f"op {op.op}: loaded by {op.loader}, {placement}{ahead}, {p.hint}, share offset {op.share_offset}{splits}"
+        scale = ", scaled after its products" if op.scale == "after" else ""
+        yield f"op {op.op}: loaded by {op.loader}, {placement}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:

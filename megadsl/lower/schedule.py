@@ -7,6 +7,7 @@ from dataclasses import replace
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
+from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -32,17 +33,13 @@ REGISTERS = declare(
     "{warps} warps leave {registers} registers per thread; the consumer role needs at least {need}",
     "use fewer warps",
 )
-BAD_BLOCKS = declare(
-    "MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks"
-)
+BAD_BLOCKS = declare("MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks")
 BAD_STAGE = declare(
     "MK164",
     "ring {ring!r} has stages of {stage} bytes, but {what} needs {need}",
     "use stage_bytes of at least {need}, a multiple of 128",
 )
-BAD_SLOTS = declare(
-    "MK165", "{kind} on {value!r} has {slots} slots", "use a power of two that is at least {least}"
-)
+BAD_SLOTS = declare("MK165", "{kind} on {value!r} has {slots} slots", "use a power of two that is at least {least}")
 BAD_COUNT = declare("MK166", "{what} is {value}", "choose a value from {low} to {high}")
 LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}")
 BAD_HINT = declare("MK168", "unknown cache hint {hint!r} for {op!r}", "use evict_first, evict_normal or evict_last")
@@ -56,9 +53,7 @@ BAD_CHUNK = declare(
     "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
 
-NO_RING = declare(
-    "MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)"
-)
+NO_RING = declare("MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)")
 BAD_ROLES = declare(
     "MK179",
     "a block needs one consumer role and loaders of one warp each; the roles are {roles}",
@@ -70,6 +65,12 @@ L2_NOTHING = declare(
     "MK240",
     "l2 prefetch of {op!r}, which streams no weights of its own",
     "prefetch the linears; cached KV rows and tables are not prefetched into L2",
+)
+
+NOT_FACTORED = declare(
+    "MK241",
+    "{op!r} cannot be scaled after its products",
+    'scale("after") is for linears whose input is elementwise(one value) times an expression of its row reductions',
 )
 
 HINTS = ("evict_first", "evict_normal", "evict_last")
@@ -116,7 +117,8 @@ def _default_op(op: Op, blocks: int) -> OpSchedule:
     name = op.name
     if isinstance(op, Attention):
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
-    return OpSchedule(name, LOADER)
+    after = isinstance(op, Linear) and factored(op) is not None
+    return OpSchedule(name, LOADER, scale="after" if after else "before")
 
 
 def balance(graph: Graph, schedule: Schedule) -> Schedule:
@@ -224,6 +226,9 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collec
         if not 1 <= op.splits <= blocks:
             found.add(BAD_COUNT, span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
         _check_chunk(graph, op, found)
+        linear = graph.op(op.op)
+        if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
+            found.add(NOT_FACTORED, span, op=op.op)
 
 
 def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:
@@ -294,4 +299,3 @@ def _check_edges(schedule: Schedule, graph: Graph, found: Collector) -> None:
         if slots < least or slots & (slots - 1):
             span = graph.op(edge.producer).span
             found.add(BAD_SLOTS, span, kind=type(edge.sync).__name__, value=edge.value, slots=slots, least=least)
-
