@@ -198,7 +198,7 @@ def test_bad_values(decide: Callable[[ScheduleBlock], Any], code: str, message: 
 UNKNOWN: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s["o_prj"].prefetch(l2=1), "MK152", "no op is called 'o_prj'", "did you mean 'o_proj'? the ops are: embed, qkv_proj"),
     (lambda s: s["o_proj"].prefetch(ahead_of="atention"), "MK152", "'atention'", "did you mean 'attention'?"),
-    (lambda s: s["qkv"].scale("after"), "MK152", "'qkv'", "did you mean 'qkv_proj'?"),
+    (lambda s: s["qkv_prj"].scale("after"), "MK152", "'qkv_prj'", "did you mean 'qkv_proj'?"),
     (lambda s: s["zzz"].sync(mk.Tagged()), "MK152", "'zzz'", "the ops are: embed"),
     (lambda s: s.edge("o_proj", "gate").sync(mk.Tagged()), "MK152", "'gate'", "the ops are: embed"),
     (lambda s: s.role("consumr", warps=4), "MK153", "no role is called 'consumr'", "did you mean 'consumer'?"),
