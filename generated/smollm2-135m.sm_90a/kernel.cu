@@ -115,6 +115,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+      const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
       mk::RowParts<Block, mk::RowOp::kSum> rows;
       const auto terms = [](float x_, auto& of) {
@@ -144,7 +145,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                        },
                        [&](u32 token) {
                          // rsqrt(mean(x * x) + 1e-05)
-                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) / float(s.qkv_proj.columns);
+                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }});
       mk::publish<mk::Tagged>(block, 10, s.qkv_proj_exchange, epoch * layers + layer, staged);
@@ -196,6 +197,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+      const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
       mk::RowParts<Block, mk::RowOp::kSum> rows;
       const auto terms = [](float o_proj_, auto& of) {
@@ -224,7 +226,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                        },
                        [&](u32 token) {
                          // rsqrt(mean(o_proj * o_proj) + 1e-05)
-                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) / float(s.gate_up_proj.columns);
+                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }});
       mk::publish<mk::Tagged>(block, 21, s.gate_up_proj_exchange, epoch * layers + layer, staged);
@@ -263,6 +265,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::begin_op(cx, block);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
+    const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
     const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
     mk::RowParts<Block, mk::RowOp::kSum> rows;
     const auto terms = [](float x_, auto& of) {
@@ -289,7 +292,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                      },
                      [&](u32 token) {
                        // rsqrt(mean(x * x) + 1e-05)
-                       const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) / float(s.lm_head.columns);
+                       const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                        return mk::math::rsqrt(r0 + 1e-05f);
                      }});
     {

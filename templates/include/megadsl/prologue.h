@@ -34,7 +34,7 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
 }
 
 // Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(group,
-// token, bits)` and `last(group, token, bits)` store what has arrived, see gather_units.
+// token, bits)` and `last(group, token, bits)` are for what has arrived, see gather_units.
 template <class Wire, class P, class B, class Unit, class Last>
 MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
                           smem_ptr<char> into, Unit unit, Last last) {
@@ -48,7 +48,7 @@ MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 
   gather_units<Wire, kTokens, P, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
-      [&](u32, u32 group, u32 token, u16 bits) { last(group, token, bits); });
+      [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
 }
 
 // Gathers features of a value as they are.
@@ -69,7 +69,9 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
           ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
         }
       },
-      [&](u32 group, u32 token, u16 bits) { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); });
+      [&](u32 group, u32 token, u16 bits) {
+        return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); };
+      });
 }
 
 enum class RowOp { kSum, kMax };
@@ -157,8 +159,11 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
 #pragma unroll
         for (u32 i = 1; i < kArgs; ++i) element[i] = ptx::from_bf16(ptx::ld_shared<u16>(places[i].template at<u16>(column * 2)));
         const bool counts = !kRagged || column < features;
-        ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), counts ? ptx::to_bf16(apply(element)) : u16(0));
-        ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
+        const u16 out = counts ? ptx::to_bf16(apply(element)) : u16(0);
+        return [=] {
+          ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), out);
+          ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
+        };
       });
 }
 
@@ -184,7 +189,7 @@ MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 se
   gather_units<Wire, kTokens, Poll<1, 1, false>, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners_of(block.cx, e, wanted)}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) { store_unit<Wire>(place(group, token), x); },
-      [&](u32, u32 group, u32 token, u16 bits) { store_last(place(group, token), bits); });
+      [&](u32, u32 group, u32 token, u16 bits) { return [=] { store_last(place(group, token), bits); }; });
 }
 
 // How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.
@@ -223,16 +228,19 @@ MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load
   }
 }
 
-// The finished reduction of one token, kParts of it added up in a fixed order.
+// The finished reduction of one token: kParts of it, added up in pairs, then pairs of pairs.
 template <RowOp kOp, u32 kParts>
 MK_DEV float row_total(smem_ptr<float> parts, u32 token) {
-  float total = ptx::ld_shared<float>(parts + token * kParts);
+  float part[kParts];
 #pragma unroll
-  for (u32 i = 1; i < kParts; ++i) {
-    const float other = ptx::ld_shared<float>(parts + (token * kParts + i));
-    total = kOp == RowOp::kSum ? total + other : math::max(total, other);
+  for (u32 i = 0; i < kParts; ++i) part[i] = ptx::ld_shared<float>(parts + (token * kParts + i));
+#pragma unroll
+  for (u32 apart = 1; apart < kParts; apart *= 2) {
+#pragma unroll
+    for (u32 i = 0; i + apart < kParts; i += 2 * apart)
+      part[i] = kOp == RowOp::kSum ? part[i] + part[i + apart] : math::max(part[i], part[i + apart]);
   }
-  return total;
+  return part[0];
 }
 
 // Rewrites an activation buffer in place, eight columns at a time: `f(column, token, values)` fills the new values.
