@@ -130,7 +130,7 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
   gather_groups<Wire, P>(
       block, site, e, sequence, begin, features, columns, places[0],
       [&](u32 group, u32 token, u32x4 x) {
-        float args[kArgs][8], out[8] = {};
+        float args[kArgs][8], out[8] = {}, sums[Rows::kCount];
         unpack8(x, args[0]);
 #pragma unroll
         for (u32 i = 1; i < kArgs; ++i) load8(places[i], group * kGroupRows, args[i]);
@@ -142,8 +142,11 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           for (u32 i = 0; i < kArgs; ++i) element[i] = args[i][j];
           out[j] = apply(element);
           terms(element[0], of);
-          Rows::add(j < 7 ? rows.firsts : rows.lasts, token, of);
+          if (j == 7) Rows::add(rows.lasts, token, of);
+#pragma unroll
+          for (u32 i = 0; i < Rows::kCount && j < 7; ++i) sums[i] = j == 0 ? of[i] : Rows::both(i, sums[i], of[i]);
         }
+        Rows::add(rows.firsts, token, sums);
         const smem_ptr<char> at = place(group, token);
         ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::pack_bf16(out[0], out[1]), ptx::pack_bf16(out[4], out[5])});
         if (Wire::kWholeUnits) {
