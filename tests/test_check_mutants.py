@@ -39,6 +39,8 @@ def base(kind: str = "default") -> Plan:
             return plan("llama-tiny", every(mk.Flag(2)), blocks=132)
         case "gated":
             return plan("llama-tiny", gated, blocks=5)
+        case "reduced":
+            return plan("llama-tiny", lambda s: s["qkv_proj"].scale("before"), blocks=5)
         case "logits":
             return plan(f"{SPECS / 'shapes.py'}:flat", lambda s: s["embed"].sync(mk.Flag(2)), fields=FIELDS, blocks=132)
         case "smollm2":
@@ -177,7 +179,9 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "winners": ("default", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
     "choice": ("default", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
     "chosen tokens": ("default", unmet("argmax", "end"), "MK510", ("'control.next_ids'",)),
-    "reductions": ("default", without("sync"), "MK510", ("writes activations: gather", "reduce of")),
+    "scales": ("default", unmet("matrix", "partials"), "MK510", ("'scalars'",)),
+    "last elements": ("default", unmet("matrix", "gathered"), "MK510", ("'partials'",)),
+    "reductions": ("reduced", without("sync"), "MK510", ("writes activations: gather", "reduce of")),
     "kept in the overlay": (
         "default",
         lambda p: with_words(with_area(p, "kept.x", offset=area(p, "activations"), overlay=True), "x_kept", {0: area(p, "activations")}),

@@ -43,7 +43,7 @@ from megadsl.resources import include
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import random_weights
-from tools.sanitizer_reports import headers, judge, record, summarise
+from tools.sanitizer_reports import called_from, headers, judge, record, summarise
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MODELS = ("llama-tiny", "llama-tiny-odd")
@@ -106,18 +106,8 @@ def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float
     """Run a command under a tool (None: without), with its report in a file; how it went."""
     wrapped = list(command)
     if tool is not None:
-        wrapped = [
-            "compute-sanitizer",
-            "--tool",
-            tool,
-            "--log-file",
-            str(report),
-            "--print-limit",
-            "0",
-            *OPTIONS.get(tool, ()),
-            *options,
-            *command,
-        ]
+        options = [*OPTIONS.get(tool, ()), *options, "--log-file", str(report)]
+        wrapped = ["compute-sanitizer", "--tool", tool, "--print-limit", "0", *options, *command]
     # without torch's cache every tensor is an allocation of its own, and an access behind its end is found
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     began = time.perf_counter()
@@ -136,27 +126,44 @@ def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float
     return found | {"output": output.splitlines()[-40:]} | (summarise(said, headers()) if tool else {})
 
 
+def callers_in(case: str, report: Path) -> dict[str, list[str]]:
+    """Who called the wrappers that a racecheck report of one case names; nobody if there is no nvdisasm or it refuses the cubin."""
+    cubin = build_cubin(compiled(case).source, DEFAULT_ARCH, [include()], {}).path
+    try:
+        command = [str(find_tool("nvdisasm").path), "-gi", str(cubin)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (mk.MegadslError, subprocess.CalledProcessError) as refusal:
+        print(refusal, flush=True)
+        return {}
+    return called_from(report.read_text(errors="replace"), headers(), listing, "megakernel") if report.exists() else {}
+
+
 def models(
     tools: Sequence[str], cases: Sequence[str], out: Path, limit_s: float, jobs: int, options: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All cases without a tool, then under each."""
-    command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *cases]
+    """All cases without a tool, then under each. racecheck gets a process a case: its report does not say which kernel it means."""
 
-    def run(tool: str | None) -> dict[str, Any]:
+    def run(tool: str | None, chosen: Sequence[str]) -> dict[str, Any]:
         own = [] if tool in (None, "initcheck") else ["--kernel-name", "kns=megakernel"]  # initcheck must see torch's writes
-        found = under(tool, command, out / f"models-{tool}.txt", limit_s, [*own, *options])
+        report = out / "-".join(["models", tool or "none", *(chosen[0].split("/") if tool == "racecheck" else [])])
+        command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *chosen]
+        found = under(tool, command, report.with_suffix(".txt"), limit_s, [*own, *options])
         digests = dict(re.findall(r"case (\S+) (\S+) ", "\n".join(found["output"])))
         print(
             f"{found['tool']:<10} {found['seconds']:>6} s  exit {found['exit']}  cases {len(digests)}  findings {found.get('findings')}",
             flush=True,
         )
-        return found | {"digests": digests}
+        if tool == "racecheck":
+            found["callers"] = callers_in(chosen[0], report.with_suffix(".txt"))
+        return found | {"cases": list(chosen), "digests": digests}
 
-    plain = run(None)
+    plain = run(None, cases)
+    each = [(tool, chosen) for tool in tools for chosen in ([[case] for case in cases] if tool == "racecheck" else [cases])]
     with ThreadPoolExecutor(jobs) as pool:
-        rows = list(pool.map(run, tools))
+        rows = list(pool.map(lambda job: run(*job), each))
     for row in rows:
-        row["as_without"] = {case: row["digests"].get(case) == digest for case, digest in plain["digests"].items()}
+        expected = {case: plain["digests"].get(case, "none") for case in row["cases"]}
+        row["as_without"] = {case: row["digests"].get(case) == digest for case, digest in expected.items()}
     return [plain, *rows]
 
 

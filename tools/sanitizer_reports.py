@@ -1,9 +1,11 @@
 """What compute-sanitizer's reports say, and which of racecheck's a kernel of tools/barriers.cu shows to be false.
 
-racecheck names the two sides of a race by line, not by call stack: our PTX wrappers, as everything is inlined into one kernel, with the
-name of whatever else was inlined there. So a side is taken for the wrapper that its line stands in, and a race for a pair of
-wrappers. A pair that JUSTIFIED names is justified if its kernel, which does only that and is right by PTX, is reported for the
-same pair in the same session. That the pair is used the same way in a model is for the plan checker and the race detector to show.
+racecheck names the two sides of a race by instruction and line, not by call stack: as everything is inlined into one kernel, the
+line is that of a PTX wrapper, and the function's name that of whatever else was inlined there. So a side is taken for the wrapper
+that its line stands in, and a race for a pair of wrappers. A pair that JUSTIFIED names is justified if its kernel, which does only
+that and is right by PTX, is reported for the same pair in the same session. Who called a wrapper is read from nvdisasm's line
+table of the same cubin, for the reader to compare: that the pair is used the same way in a model is shown by the plan checker and by
+the race detector, not here.
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ _LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
 _FINDING = re.compile(
     r"=+ (?:Error: |Warning: )?((?:Race reported|Potential \w+ hazard|Invalid |Uninitialized |Barrier error|Program hit).*)"
 )
-_SIDE = re.compile(r"(Read|Write) access at .*? in ([\w.]+):(\d+)(?: \[(\d+) hazards?\])?$")
+_SIDE = re.compile(r"(Read|Write) access at .*?\+0x([0-9a-f]+) in ([\w.]+):(\d+)(?: \[(\d+) hazards?\])?$")
+_FRAME = re.compile(r'//## File "([^"]+)", line (\d+)( inlined at)?')
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
 @dataclass(frozen=True)
 class Race:
-    """One of racecheck's reports: its pairs of sides, as in JUSTIFIED, and how many hazards each pair has."""
+    """One of racecheck's reports: its pairs of sides, as in JUSTIFIED, how many hazards each pair has, and where its sides stand.
+
+    ``places`` are (side, offset of the instruction in the kernel).
+    """
 
     pairs: Mapping[str, int]
+    places: frozenset[tuple[str, int]]
 
 
 def headers() -> dict[str, str]:
@@ -75,21 +83,60 @@ def _side(access: str, file: str, line: int, headers: Mapping[str, str]) -> str:
 def races(text: str, headers: Mapping[str, str]) -> list[Race]:
     """The races of a racecheck report; ``headers`` are the texts of the PTX headers by file name."""
     found: list[Race] = []
-    first: str | None = None
-    pairs: Counter[str] = Counter()
-    for line in [*text.splitlines(), "="]:
+    sides: list[tuple[str, int, int]] = []  # of the race that is being read: name, offset, hazards; the first against all others
+
+    def close() -> None:
+        pairs: Counter[str] = Counter()
+        for name, _, hazards in sides[1:]:
+            pairs[" x ".join(sorted((sides[0][0], name)))] += hazards
+        if sides:
+            found.append(Race(dict(pairs), frozenset((name, offset) for name, offset, _ in sides)))
+        sides.clear()
+
+    for line in text.splitlines():
         side = _SIDE.search(line)
-        if first is not None and (side is None or "Race reported between" in line):
-            found.append(Race(dict(pairs)))
-            first, pairs = None, Counter()
-        if side is None:
-            continue
-        name = _side(side[1], side[2], int(side[3]), headers)
-        if "Race reported between" in line:
-            first = name
-        elif first is not None:
-            pairs[" x ".join(sorted((first, name)))] += int(side[4] or 1)
+        if side is None or "Race reported between" in line:
+            close()
+        if side is not None:
+            name = _side(side[1], side[3], int(side[4]), headers)
+            sides.append((name, int(side[2], 16), int(side[5] or 1)))
+    close()
     return found
+
+
+def callers(listing: str, kernel: str) -> dict[int, str]:
+    """Who called the PTX wrapper that an instruction of a kernel comes from: file:line by offset.
+
+    ``listing`` is what ``nvdisasm -gi`` prints of the cubin. A chain of frames, the innermost first, stands before the first of
+    its instructions. The caller is the first frame in none of the PTX headers.
+    """
+    found: dict[int, str] = {}
+    caller, inside, chained = "", False, False
+    for line in listing.splitlines():
+        if "\t.section\t" in line:
+            inside = f".text.{kernel}," in line
+        if not inside:
+            continue
+        if (frame := _FRAME.search(line)) is not None:
+            if not chained:
+                caller = ""
+            if not caller and "/ptx/" not in frame[1]:
+                caller = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
+            chained = frame[3] is not None
+        elif caller and (instruction := _INSTRUCTION.search(line)) is not None:
+            found[int(instruction[1], 16)] = caller
+    return found
+
+
+def called_from(text: str, headers: Mapping[str, str], listing: str, kernel: str) -> dict[str, list[str]]:
+    """The callers of each side of a racecheck report's races; a side without any stays out."""
+    known = callers(listing, kernel)
+    found: dict[str, set[str]] = {}
+    for race in races(text, headers):
+        for side, offset in race.places:
+            if offset in known:
+                found.setdefault(side, set()).add(known[offset])
+    return {side: sorted(places) for side, places in sorted(found.items())}
 
 
 def findings(text: str) -> int | None:
@@ -175,13 +222,23 @@ def judge(found: dict[str, Any]) -> None:
 
 
 def record(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary small enough to be committed: tools, kinds, pairs and counts."""
-    kept = ("tool", "findings", "kinds", "pairs", "verdicts", "exit")
+    """A summary small enough to be committed: tools, kinds, pairs, callers and counts, a tool's runs together."""
+    tools: dict[str, dict[str, Any]] = {}
+    for row in found["models"]:
+        into = tools.setdefault(row["tool"], {"cases": 0})
+        into["cases"] += len(row["cases"])
+        if row["tool"] != "none":
+            into["findings"] = into.get("findings", 0) + (row["findings"] or 0)
+            for key in ("kinds", "pairs", "verdicts"):
+                into[key] = dict(Counter(into.get(key, {})) + Counter(row[key]))
+        for side, places in row.get("callers", {}).items():
+            of_side = into.setdefault("callers", {})
+            of_side[side] = sorted({*of_side.get(side, []), *places})
     return {
         "device": found["device"],
         "version": next((line for line in found["version"] if line.startswith("Version")), ""),
         "barriers": {f"{row['kernel']}, {row['tool']}": row["pairs"] for row in found["barriers"] if row.get("findings")},
-        "models": [{key: row[key] for key in kept if key in row} | {"cases": len(row["digests"])} for row in found["models"]],
+        "models": tools,
         "justified": found["justified"],
         "unjustified": found["unjustified"],
         "complaints": found["complaints"],

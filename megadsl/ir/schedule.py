@@ -78,7 +78,9 @@ class Role:
 @dataclass(frozen=True)
 class OpSchedule:
     """Per op. ``loader`` names the role that streams its weights (or KV rows). ``splits``: attention only, parts of the
-    KV range per KV head (rounding-changing). ``share_offset`` rotates which blocks get the larger share of row groups."""
+    KV range per KV head (rounding-changing). ``share_offset`` rotates which blocks get the larger share of row groups.
+    ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
+    rounding-changing)."""
 
     op: str
     loader: str
@@ -86,6 +88,7 @@ class OpSchedule:
     splits: int = 1
     share_offset: int = 0
     chunk: int = 0
+    scale: str = "before"
 
 
 @dataclass(frozen=True)

@@ -174,12 +174,32 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
   }
 }
 
-// Adds the warps' parts in a fixed order and hands each pair of rows to `epilogue(group, pair, token, even, odd)`.
+// What a row's sums are multiplied by. `settle()` is called once behind the barrier after which the input is there, and before
+// the next one; `factor(token)` behind that.
+struct Unscaled {
+  MK_DEV void settle() const {}
+  MK_DEV float factor(u32) const { return 1.0f; }
+};
+template <class Settle, class Factor>
+struct RowScale {
+  Settle settle;
+  Factor factor;
+};
+template <class Settle, class Factor>
+RowScale(Settle, Factor) -> RowScale<Settle, Factor>;
+
+// The token whose sums a thread finishes, in every group.
+template <class B>
+MK_DEV u32 own_token(const B& block) {
+  return block.thread / 4 % B::kTokens;
+}
+
+// Adds the warps' parts in a fixed order and hands each pair of rows, times `scale`, to `epilogue(group, pair, token, even, odd)`.
 // A thread keeps its token and pair over all groups, so an epilogue may keep per-token state in registers.
 template <class B, class Epilogue>
-MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, Epilogue epilogue) {
+MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, float scale, Epilogue epilogue) {
   constexpr u32 kItems = 4 * B::kTokens, kAtOnce = B::kThreads / kItems;
-  const u32 pair = block.thread % 4, token = block.thread / 4 % B::kTokens, sub = block.thread / kItems;
+  const u32 pair = block.thread % 4, token = own_token(block), sub = block.thread / kItems;
   if (sub >= kAtOnce) return;
 #pragma unroll 1
   for (u32 group = first + sub; group < last; group += kAtOnce) {
@@ -190,21 +210,30 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
       const u32x2 v = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
       even += ptx::bits_float(v.x), odd += ptx::bits_float(v.y);
     }
-    epilogue(group, pair, token, even, odd);
+    epilogue(group, pair, token, even * scale, odd * scale);
   }
 }
 
+// Where the partial sums of a batch lie; two batches take turns.
+template <u32 kBatch, class B>
+MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 turn) {
+  return block.template at<float>(smem.partials) + turn * kBatch * B::kWarps * B::kTokens * kGroupRows;
+}
+
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
-// its own where a buffer is reused); `epilogue` as in finish_batch. kStages: it stages results, and all of them are there at the end.
-template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue>
-MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
+// its own where a buffer is reused); `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all of
+// them are there at the end. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves
+// last elements there.
+template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
+                       Scale scale = {}) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
-  constexpr u32 kBatchFloats = kBatch * B::kWarps * B::kTokens * kGroupRows;
   u32 turn = 0;
+  float factor = 1.0f;
   for_each_pass<kBatch>(s, own, [&](u32 first, u32 last, u32 chunk, u32 chunks) {
-    const smem_ptr<float> partials = block.template at<float>(smem.partials) + turn * kBatchFloats;
+    const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
     if (chunks > 1 || first == own.begin) {
       if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
       gather(chunk * kChunkColumns, kChunkColumns);
@@ -213,8 +242,10 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     }
     consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, smem.meeting, last == own.end && chunk + 1 == chunks);
     if (chunk + 1 == chunks) {
+      if (first == own.begin) scale.settle();
       block.sync();
-      finish_batch(block, partials, first, last, epilogue);
+      if (first == own.begin) factor = scale.factor(own_token(block));
+      finish_batch(block, partials, first, last, factor, epilogue);
       turn ^= 1;
     }
   });
