@@ -3,5 +3,6 @@
 from megadsl.reference.compare import Gate, gate
 from megadsl.reference.eager import EagerModel
 from megadsl.reference.model import ReferenceModel
+from megadsl.reference.plain import ATTENTION_FORMS, PlainModel
 
-__all__ = ["EagerModel", "Gate", "ReferenceModel", "gate"]
+__all__ = ["ATTENTION_FORMS", "EagerModel", "Gate", "PlainModel", "ReferenceModel", "gate"]
