@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, MaxKv, Model, Tokens
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
-
-EMULATED_BLOCKS = 2  # more blocks only make the emulator slower
-
-
-class Device(StrEnum):
-    """Where the kernel runs: on the GPU, or in the emulator."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 def command(
@@ -33,9 +22,7 @@ def command(
         Path | None,
         typer.Option("--weights", exists=True, metavar="PATH", help="A GGUF file. Default for smollm2-135m: the installed demo weights."),
     ] = None,
-    device: Annotated[
-        Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator.")
-    ] = Device.AUTO,
+    device: On = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
     config: Config = None,
     tokens: Tokens = 1,
@@ -46,10 +33,8 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.runtime.generate import Generator
 
-    chosen = _resolve(device)
-    if chosen is Device.CPU and blocks is None:
-        blocks = EMULATED_BLOCKS
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    chosen = resolve(device)
+    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
     result = Generator(compiled, weights, chosen.value).generate(prompt, max_new_tokens)
     if as_json:
         fields = {"prompt_ids": result.prompt_ids, "ids": result.ids, "text": result.text, "ms_per_token": result.ms_per_token}
@@ -58,11 +43,3 @@ def command(
     typer.echo(prompt + result.text)
     where = "on the GPU" if chosen is Device.CUDA else "in the emulator"
     typer.echo(f"{len(result.ids)} tokens {where}, {result.ms_per_token:.3g} ms per token", err=True)
-
-
-def _resolve(device: Device) -> Device:
-    from megadsl.build.gpus import gpus
-
-    if device is not Device.AUTO:
-        return device
-    return Device.CUDA if any(gpu.runs(DEFAULT_ARCH) for gpu in gpus()) else Device.CPU

@@ -237,7 +237,8 @@ def _rotation(table: str, rope: Rope) -> Callable[[Tensor, Values], Tensor]:
             other = heads.roll(half, -1)
         else:
             other = heads.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
-        return (heads * values[cos][:, None] + other * values[sin][:, None]).bfloat16().flatten(1)
+        turned: Tensor = (heads * values[cos][:, None] + other * values[sin][:, None]).bfloat16()
+        return turned.flatten(1)
 
     return rotate
 

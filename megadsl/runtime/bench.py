@@ -1,0 +1,268 @@
+"""The benchmark: step time of a compiled model beside its byte floor, its error beside torch bf16's, and torch's own times.
+
+Weights are random. All that is compared has the same weights, cache contents and token ids, in one process; a time counts only
+where the fidelity gate passes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megadsl.diagnostics import declare, error
+from megadsl.machine import machine
+from megadsl.ops.cost import floor_seconds
+from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
+from megadsl.reference.compare import Error
+from megadsl.runtime.bench_baselines import Baseline, Prepared, prepare
+from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
+from megadsl.runtime.generate import Compiled, Generator
+from megadsl.runtime.program import Replay
+from megadsl.runtime.stamps import read_stamps, render, stage_times
+from megadsl.runtime.weights import TensorSource, needed, random_weights
+
+NO_ROOM = declare(
+    "MK461",
+    "{kv} cached rows and the {forced} tokens that the fidelity gate forces do not fit a cache of {max_kv} rows",
+    "measure at most {most} cached rows, or compile with a larger max_kv",
+)
+
+FORCED_TOKENS = 32  # at least so many logits are judged
+BASELINE_FACTOR = 2.0  # a baseline whose error is so many times EagerModel's does not compute the same model
+
+_SEED = 7
+_STAMPED_REPLAYS = 20
+
+
+def forced_rows(tokens: int) -> int:
+    """Cache rows that the fidelity gate adds with steps of ``tokens`` tokens: at least two steps, and FORCED_TOKENS."""
+    return tokens * max(2, -(-FORCED_TOKENS // tokens))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for one (tokens, kv).
+
+    ``host_us`` is the host's time for one launch without a graph (None in the emulator); ``differ`` counts replays whose logits were
+    other bits than the first one's. ``baselines`` have their time (None with the reason in ``failure``) and their error on the timed step.
+    """
+
+    tokens: int
+    kv: int
+    gate: Gate
+    times: Spread
+    floor_ms: float
+    replays: int
+    differ: int
+    host_us: float | None
+    baselines: tuple[BaselineRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.gate.passed and self.differ == 0
+
+    @property
+    def best(self) -> BaselineRow | None:
+        """The fastest baseline that ran and was right."""
+        ready = [row for row in self.baselines if row.times is not None and row.failure is None]
+        return min(ready, key=lambda row: row.median, default=None)
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON; times in milliseconds."""
+        compared, best = self.gate.tokens.compared, self.best
+        return {
+            "tokens": self.tokens, "kv": self.kv, "gate": self.gate.passed,
+            "error": self.gate.ours.mean, "error_max": self.gate.ours.max,
+            "error_bf16": self.gate.bf16.mean, "error_bf16_max": self.gate.bf16.max,
+            "tokens_equal": compared - len(self.gate.tokens.differing), "tokens_compared": compared,
+            **_time_fields(self.times, self.floor_ms), "floor_ms": self.floor_ms,
+            "replays": self.replays, "replays_that_differ": self.differ, "host_us_per_launch": self.host_us,
+            "baselines": [row.fields(self.floor_ms) for row in self.baselines],
+            "best_baseline": None if best is None else best.name,
+            "best_baseline_over_ours": None if best is None else best.median / self.times.median,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """For people: a line for the kernel, one a baseline."""
+        verdict = "passed" if self.passed else "FAILED"
+        agreed = self.gate.tokens.compared - len(self.gate.tokens.differing)
+        host = "" if self.host_us is None else f", host {self.host_us:.1f} us per launch"
+        yield (
+            f"tokens {self.tokens:>2} kv {self.kv:>5}: {_times_text(self.times)}, {self.times.median / self.floor_ms:.3f} x floor{host};"
+            f" gate {verdict}: {self.gate.ours.mean:.3e} against bf16 {self.gate.bf16.mean:.3e},"
+            f" tokens {agreed}/{self.gate.tokens.compared}, replays that differ {self.differ}"
+        )
+        for row in self.baselines:
+            yield f"    {row.name}: {row.text(self.times.median)}"
+
+
+@dataclass(frozen=True)
+class BaselineRow:
+    """One baseline's time beside ours, and its error against fp32 on the timed step; with ``failure``, why they do not count."""
+
+    name: str
+    attention: str
+    prepare_s: float
+    times: Spread | None
+    error: Error | None
+    failure: str | None
+
+    @property
+    def median(self) -> float:
+        assert self.times is not None
+        return self.times.median
+
+    def fields(self, floor_ms: float) -> dict[str, Any]:
+        timed = {} if self.times is None else _time_fields(self.times, floor_ms)
+        error = None if self.error is None else self.error.mean
+        return {
+            "name": self.name, "attention": self.attention, "prepare_s": round(self.prepare_s, 1),
+            **timed, "error": error, "failure": self.failure,
+        }  # fmt: skip
+
+    def text(self, ours_ms: float) -> str:
+        if self.times is None or self.failure is not None:
+            return f"failed: {self.failure}"
+        return f"{_times_text(self.times)}, {self.times.median / ours_ms:.3f} x ours (ready after {self.prepare_s:.0f} s)"
+
+
+def _times_text(times: Spread) -> str:
+    return f"{times.median:.4f} ms ({times.p10:.4f}-{times.p90:.4f})"
+
+
+def _time_fields(times: Spread, floor_ms: float) -> dict[str, float]:
+    return {"ms": times.median, "ms_p10": times.p10, "ms_p90": times.p90, "of_floor": times.median / floor_ms}
+
+
+class Subject:
+    """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
+
+    Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", "cuda:N" or "cpu" (the emulator); ``options`` go to the Program.
+    Turns TF32 off for the process. Raises what Generator does.
+    """
+
+    def __init__(self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None) -> None:
+        torch.set_float32_matmul_precision("highest")  # the oracle is fp32
+        self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
+        self.max_kv = int(self.manifest["max_kv"])
+        source = random_weights(self.manifest, _SEED, device)
+        weights = {name: source.load(name) for name in needed(self.manifest)}
+        self.generator = Generator(compiled, TensorSource(weights), device, progress=False, **dict(options or {}))
+        self.device = self.generator.program.device
+        self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", device)
+        self.bf16 = EagerModel(self.graph, weights, self.max_kv, device)
+        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, device)
+        self._random = torch.Generator(self.device)
+        target = machine(self.manifest["arch"])
+        self.clock = Clock(self.device, target, self.manifest["weight_bytes"])
+
+    def floor_ms(self, kv: int) -> float:
+        """Milliseconds that the bytes of a step on ``kv`` cached rows take."""
+        return 1e3 * floor_seconds(self.graph, machine(self.manifest["arch"]), kv)
+
+    def fill(self, rows: int) -> None:
+        """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
+        self._random.manual_seed(1000 + rows)
+        self.generator.reset()
+        kv = self.generator.program.kv
+        for (cache, layer), (keys, values) in self.oracle.caches.items():
+            shape = keys[:, :rows].shape
+            k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
+            bf16, plain = self.bf16.caches[cache, layer], self.plain.caches[cache, layer]
+            for its, new in (((keys, bf16[0], plain[0][0]), k), ((values, bf16[1], plain[1][0]), v)):
+                for tensor in its:
+                    tensor[:, :rows] = new.to(tensor)
+            assert kv is not None
+            kv.write(layer, k, v)
+        self.generator.kv_len = self.oracle.kv_len = self.bf16.kv_len = rows
+
+    def judge(self) -> Gate:
+        """The fidelity gate over teacher-forced steps of random tokens, from the rows that are in the caches."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        for _ in range(forced_rows(self.count) // self.count):
+            ids = self._ids()
+            self.generator.program.logits.fill_(float("nan"))
+            found.append((self.generator.step(ids).clone(), self.bf16.step(ids), self.oracle.step(ids)))
+        ours, bf16, fp32 = (torch.cat(part) for part in zip(*found, strict=True))
+        return gate(ours, bf16, fp32)
+
+    def measure(self, kv: int, replays: int, which: Baseline, budget_s: float) -> Row:
+        """Judge, then time the step on ``kv`` cached rows beside the baselines, each at least ``replays`` times.
+
+        Raises MK461 when the cache is too small for the gate, MegakernelHang, MK449.
+        """
+        forced = forced_rows(self.count)
+        if kv + forced > self.max_kv:
+            raise error(NO_ROOM, kv=kv, forced=forced, max_kv=self.max_kv, most=max(0, self.max_kv - forced))
+        self.fill(kv)
+        verdict = self.judge()
+        self.fill(kv)
+        ids = self._ids()
+        bf16, fp32 = self.bf16.step(ids), self.oracle.step(ids)
+        self.plain.set_inputs(ids, kv)
+        baselines = prepare(self.plain, kv + self.count, which, budget_s, self.clock, replays)
+        ours, differ = self._contestant(self._ready(ids, kv))
+        rivals = [rival for baseline in baselines if (rival := baseline.contestant()) is not None]
+        times = self.clock.times([ours, *rivals], replays)
+        self.generator.program.check()
+        rows = tuple(_baseline_row(baseline, times, bf16, fp32) for baseline in baselines)
+        host_us = host_microseconds(self.generator.program)
+        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows)
+
+    def stamp_table(self, kv: int) -> str:
+        """Where the time of a step on ``kv`` cached rows goes; of a build with MK_STAMPS, else MK460."""
+        self.fill(kv)
+        step = self._ready(self._ids(), kv)
+        for _ in range(_STAMPED_REPLAYS):
+            step.replay()
+        self.generator.program.check()
+        return render(stage_times(self.manifest, read_stamps(self.manifest, self.generator.program.buffers["stamps"])))
+
+    def _ids(self) -> list[int]:
+        ids: list[int] = torch.randint(0, self.manifest["vocab"], (self.count,), generator=self._random, device=self.device).tolist()
+        return ids
+
+    def _ready(self, ids: Sequence[int], kv: int) -> Replay:
+        """The step on these ids, captured: it may be replayed any number of times, since it overwrites what it has appended."""
+        masks = [(2 << i) - 1 for i in range(self.count)]
+        self.generator.program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
+        return self.generator.program.capture()
+
+    def _contestant(self, step: Replay) -> tuple[Contestant, torch.Tensor]:
+        """The kernel, and a count of its replays whose logits are other bits than those of a first one."""
+        program = self.generator.program
+        step.replay()
+        program.check()
+        first = program.logits.view(torch.int32).clone()
+        differ = torch.zeros((), dtype=torch.int64, device=self.device)
+
+        def compare() -> None:
+            differ.add_((program.logits.view(torch.int32) != first).any())
+
+        return Contestant("megadsl", step.replay, compare), differ
+
+
+def _baseline_row(baseline: Prepared, times: Mapping[str, Spread], bf16: torch.Tensor, fp32: torch.Tensor) -> BaselineRow:
+    """Its time; refused where its logits are further from fp32 than BASELINE_FACTOR times EagerModel's."""
+    if baseline.logits is None:
+        return BaselineRow(baseline.name, baseline.attention, baseline.prepare_s, None, None, baseline.failure)
+    found, allowed = Error.of(baseline.logits(), fp32), Error.of(bf16, fp32)
+    failure = None
+    if not found.within(BASELINE_FACTOR, allowed):
+        failure = f"its logits are wrong: error {found} against fp32, torch bf16's is {allowed}"
+    return BaselineRow(baseline.name, baseline.attention, baseline.prepare_s, times[baseline.name], found, failure)
+
+
+def describe(subject: Subject) -> dict[str, Any]:
+    """What all rows of a run share, for its JSON: where and how it was measured."""
+    gpu = subject.device.type == "cuda"
+    return {
+        "model": subject.manifest["model"], "weights": "random",
+        "device": torch.cuda.get_device_name(subject.device) if gpu else f"emulator on {platform.machine()}",
+        "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
+        "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
+    }  # fmt: skip
