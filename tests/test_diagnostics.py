@@ -95,6 +95,7 @@ ELSEWHERE: dict[str, str] = {
     "MK458": "test_runtime_program.py::test_bad_input",
     "MK459": "test_runtime_program.py::test_wrong_set_up",
     "MK460": "test_runtime_program.py::test_stamps_become_a_table",
+    "MK461": "test_bench.py::test_a_cache_without_room_is_a_diagnostic",
     "MK500": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK501": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK502": "test_check_mutants.py::test_why_sentinels_need_four_slots",

@@ -141,12 +141,12 @@ class _Builder:
             return pieces[0]
         return lambda values: torch.cat([piece(values) for piece in pieces], dim=1)
 
-    def _fused(self, fused: Fused, layer: int, parts: Mapping[str, Term]) -> Term:
+    def _fused(self, fused: Fused, features: int, layer: int, parts: Mapping[str, Term]) -> Term:
         args = {
             name: parts[ref.value] if isinstance(ref, ValueRef) and ref.value in parts else self._operand(ref, layer)
             for name, ref in fused.args
         }
-        return _rounded(_term(fused.expr, args))
+        return plain_term(fused.expr, args, (self._model.count, features))
 
     def _embed(self, op: Embed, layer: int) -> Action:
         table, ids = self._model.weight(op.table, layer), self._model.ids
@@ -158,7 +158,7 @@ class _Builder:
         return run
 
     def _linear(self, op: Linear, layer: int) -> Action:
-        x, weight = self._fused(op.prologue, layer, {}), self._model.stacked(op, layer)
+        x, weight = self._fused(op.prologue, op.columns, layer, {}), self._model.stacked(op, layer)
         pieces = _pieces(op)
         bounds = [sum(size for _, size, _ in pieces[:i]) for i in range(len(pieces))]
         turns = [_rotation(self._model.rope(rope), rope) if rope is not None else None for _, _, rope in pieces]
@@ -166,7 +166,9 @@ class _Builder:
         names = [name for name, _, _ in pieces]
         if op.epilogue is None:
             names = self._define(op.out or "result", list(zip(bounds, sizes, strict=True)))
-        result = None if op.epilogue is None else self._fused(op.epilogue, layer, {name: _get(f"part {name}") for name in names})
+        result = None
+        if op.epilogue is not None:
+            result = self._fused(op.epilogue, op.out_features, layer, {name: _get(f"part {name}") for name in names})
         own = [f"part {name}" for name in names] if result is not None else names
         (out,) = self._define(op.out, [(0, op.out_features)]) if result is not None and op.out is not None else (None,)
 
@@ -270,22 +272,22 @@ def _attend(form: str, op: Attention, count: int, rows: int, device: torch.devic
     return grouped
 
 
-def _rounded(term: Term) -> Term:
-    return lambda values: term(values).bfloat16()
-
-
-def _term(e: Expr, args: Mapping[str, Term]) -> Term:
-    """An expression as torch operators on bf16 tensors; norms as torch's own, other reductions in fp32."""
+def plain_term(e: Expr, args: Mapping[str, Term], shape: tuple[int, int]) -> Term:
+    """An expression over rows as torch operators, bf16 of ``shape`` (tokens, features); norms as torch's own, other reductions in fp32."""
     norm = _rms_norm(e)
-    if norm is not None:
-        x, weight, eps = args[norm[0]], args[norm[1]], norm[2]
+    if norm is None:
+        term = _term(e, args, shape)
+        return lambda values: term(values).bfloat16().expand(shape)
+    x, weight, eps = args[norm[0]], args[norm[1]], norm[2]
 
-        def normalise(values: Values) -> Tensor:
-            scale = weight(values)
-            out: Tensor = functional.rms_norm(x(values), scale.shape, scale, eps)
-            return out
+    def normalise(values: Values) -> Tensor:
+        out: Tensor = functional.rms_norm(x(values), shape[1:], weight(values), eps)
+        return out
 
-        return normalise
+    return normalise
+
+
+def _term(e: Expr, args: Mapping[str, Term], shape: tuple[int, int]) -> Term:
     match e:
         case Const(constant):
             scalar = torch.tensor(constant)  # of no dimension: takes the other operand's dtype and device
@@ -293,13 +295,13 @@ def _term(e: Expr, args: Mapping[str, Term]) -> Term:
         case Arg(name):
             return args[name]
         case Reduce(op, a):
-            inner, reduce_ = _term(a, {name: _wide(term) for name, term in args.items()}), meaning.REDUCE[op]
-            return lambda values: reduce_(inner(values))
+            inner, reduce_ = _term(a, {name: _wide(term) for name, term in args.items()}, shape), meaning.REDUCE[op]
+            return lambda values: reduce_(inner(values).expand(shape))
         case Unary(op, a):
-            inner, unary = _term(a, args), meaning.UNARY[op]
+            inner, unary = _term(a, args, shape), meaning.UNARY[op]
             return lambda values: unary(inner(values))
         case Binary(op, a, b):
-            left, right, binary = _term(a, args), _term(b, args), meaning.BINARY[op]
+            left, right, binary = _term(a, args, shape), _term(b, args, shape), meaning.BINARY[op]
             return lambda values: binary(left(values), right(values))
 
 

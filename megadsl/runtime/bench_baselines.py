@@ -20,7 +20,7 @@ from megadsl.runtime.bench_timing import Clock, Contestant
 _TRIAL_REPLAYS = 20  # enough to choose between forms of attention
 _AGAIN_S = 5.0
 _FUSIBLE = "matmul"  # the form of attention that is made of operators which torch.compile can fuse
-_FIRST_LINE = 300  # characters of a failure that are kept
+_FAILURE_TEXT = 400  # characters of a failure that are kept
 
 # Options of torch.compile by name, in the order in which they are tried. "reduce-overhead" is the default mode in CUDA graphs
 # that torch manages and copies inputs into; here each is captured as it is, which costs a replay less.
@@ -130,7 +130,7 @@ def _attempt(step: Step, name: str, form: str, device: torch.device) -> Prepared
         run, logits = _captured(step, device)
         run()
     except Exception as problem:
-        text = f"{type(problem).__name__}: {problem}".strip().partition("\n")[0][:_FIRST_LINE]
+        text = " ".join(f"{type(problem).__name__}: {problem}".split())[:_FAILURE_TEXT]
         return Prepared(name, form, time.monotonic() - began, failure=text)
     return Prepared(name, form, time.monotonic() - began, run=run, logits=logits)
 

@@ -29,7 +29,7 @@ class Spread:
     @staticmethod
     def of(times: Sequence[float]) -> Spread:
         """Of at least two times."""
-        deciles = statistics.quantiles(times, n=10)
+        deciles = statistics.quantiles(times, n=10, method="inclusive")
         return Spread(deciles[0], statistics.median(times), deciles[-1])
 
 
