@@ -52,7 +52,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """``megadsl bench llama-tiny`` with the kernels that other tests build too: exit code, stdout, stderr."""
 
     def compile_model(model: str, *, tokens: int, max_kv: int, blocks: int, **options: object) -> driver.Compiled:
-        return compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks)
+        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks)
+        return replace(made, manifest={**made.manifest, "model": model})
 
     monkeypatch.setattr(driver, "compile_model", compile_model)
 
