@@ -10,9 +10,9 @@ import pytest
 from megadsl.driver import Compiled, compile_model
 from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange
+from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.explain import EDGE_COLUMNS, OP_COLUMNS, Table, rows
 from megadsl.lower.memory import chunk_pieces
-from megadsl.lower.schedule import share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS
 
 

@@ -11,7 +11,8 @@ from dsl_tools import CFG, HIDDEN, check, findings, head, line_of, one, start
 from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel
 
 import megadsl as mk
-from megadsl.lower.memory import CHUNK_BUDGET, chunk_pieces, needs_whole_rows, prologue_values
+from megadsl.lower.columns import CHUNK_BUDGET
+from megadsl.lower.memory import chunk_pieces, needs_whole_rows, prologue_values
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import default_schedule
 from megadsl.lower.tiling import tiling

@@ -15,15 +15,13 @@ from megadsl.diagnostics import Diagnostic
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
+from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.schedule import (
     MEETING_BYTES,
     WINDOW_BYTES,
     balance,
     best_blocks,
     default_schedule,
-    largest_share,
-    share_begin,
-    share_owner,
     verify_schedule,
 )
 from megadsl.lower.tiling import tiling

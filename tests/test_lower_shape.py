@@ -15,10 +15,11 @@ from lower_tools import GPU, lowered, model
 
 from megadsl.ir.graph import Attention, Embed, Linear
 from megadsl.ir.plan import Record
+from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
-from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES, share_begin, share_owner
+from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES
 from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include

@@ -102,30 +102,38 @@ class Stream:
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
-        groups = self.owned(m.groups // m.fold, m.share_offset) * m.fold
+        groups = self._share(str(step.instr.args["own"])) * m.fold
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
             yield Access("kept", begin, groups // m.fold * self.device.tokens * UNIT_BYTES, True, step)
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        own = self.owned(m.groups // m.fold, m.share_offset) * m.fold
         half = batch * self.device.warps * self.device.tokens * 8 * 4
-        firsts = list(range(0, max(own, 1), batch))[:MOST_PASSES]
-        for turn, first in enumerate(firsts):
-            for chunk in range(m.chunks):
-                if m.chunks > 1 or first == 0:
-                    if chunk or first:
-                        yield from self._meet(step.instr, "refill")
-                    yield from self._prologue(step, m)
-                    yield from self._meet(step.instr, "gathered")
+        turn = 0
+        for begin, end in ((first, last) for _, first, last in self.device.parts(step.instr.op)[self.block]):
+            own = end - begin
+            for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
+                for chunk in range(m.chunks):
+                    if m.chunks > 1 or first == 0:
+                        if chunk or turn:
+                            yield from self._meet(step.instr, "refill")
+                        yield from self._prologue(step, m)
+                        yield from self._meet(step.instr, "gathered")
+                    if own:
+                        yield self._activations(step, m, 0, False)
+                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, own=chunk > 0)
+                yield from self._meet(step.instr, "partials")
                 if own:
-                    yield self._activations(step, m, 0, False)
-                    yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, own=chunk > 0)
-            yield from self._meet(step.instr, "partials")
-            if own:
-                yield Access("partials", self.words[2] + turn % 2 * half, half, False, step)
-                yield from self._epilogue(step, own // m.fold)
+                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step)
+                    if not step.instr.args["parts"]:
+                        yield from self._epilogue(step, own // m.fold)
+                turn += 1
+        yield from self._meet(step.instr, "end")
+
+    def _add_parts(self, step: Step) -> Iterator[Event]:
+        if own := self._share(str(self.device.op(step.instr.op).out)):
+            yield from self._epilogue(step, own)
         yield from self._meet(step.instr, "end")
 
     def _activations(self, step: Step, m: Matrix, second: int, write: bool, own: bool = False) -> Access:

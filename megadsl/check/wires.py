@@ -43,8 +43,12 @@ GAP = declare("MK545", "{value!r} is published in rounds {rounds} of a launch, {
 
 LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2}
 _ENDS = {"publish": [("wire", "value", "publishes")], "gather": [("wire", "value", "reads")], "gather_kept": [("wire", "value", "reads")]}
-_ENDS["merge"] = [("wire", "parts", "reads")]
+_ENDS["merge"] = _ENDS["add_parts"] = [("wire", "parts", "reads")]
+_ENDS["matrix"] = [("parts_wire", "parts", "publishes")]
 _ENDS["attention"] = [("qkv_wire", "qkv", "reads"), ("parts_wire", "parts", "publishes")]
+_FLAGS = {"publish": ("value", "flag"), "attention": ("parts", "published"), "matrix": ("parts", "end")}  # what, behind which barrier
+_ROUNDS = {"publish": ("value", "round"), "argmax": ("value", "round")}
+_ROUNDS["attention"] = _ROUNDS["matrix"] = ("parts", "parts_round")
 
 
 def check_wires(device: Device, findings: Findings) -> list[str]:
@@ -64,7 +68,7 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
 
 
 def _ends(device: Device, instr: Instr, findings: Findings) -> None:
-    for wire, value, does in _ENDS.get(instr.call, ()):
+    for wire, value, does in _ENDS.get(instr.call, ()) if instr.args.get("parts", True) else ():
         e, used = device.exchanges[str(instr.args[value])], str(instr.args[wire])
         if used != e.wire:
             rows = [("consumer", [f"{does} {used}: {shown(instr)}"]), (f"exchange {e.name}", [f"{e.wire}, {e.slots} slots"])]
@@ -73,8 +77,8 @@ def _ends(device: Device, instr: Instr, findings: Findings) -> None:
 
 def _release(device: Device, step: Step, findings: Findings) -> None:
     instr = step.instr
-    value, meets = ("value", "flag") if instr.call == "publish" else ("parts", "published")
-    if instr.call not in ("publish", "attention") or meets in instr.syncs:
+    value, meets = _FLAGS.get(instr.call, ("", ""))
+    if not value or not instr.args[value] or meets in instr.syncs:
         return
     e = device.exchanges[str(instr.args[value])]
     if e.wire == "Flag":
@@ -115,8 +119,8 @@ def _published(device: Device, epoch: int) -> dict[str, tuple[list[Step], list[i
     """Per value, the rounds that one launch publishes."""
     found: dict[str, tuple[list[Step], list[int]]] = defaultdict(lambda: ([], []))
     for step in device.steps(device.consumer, unrolled(device), epoch):
-        ends = {"publish": ("value", "round"), "argmax": ("value", "round"), "attention": ("parts", "parts_round")}.get(step.instr.call)
-        if ends is not None:
+        ends = _ROUNDS.get(step.instr.call)
+        if ends is not None and step.instr.args[ends[0]]:
             steps, rounds = found[str(step.instr.args[ends[0]])]
             steps.append(step)
             rounds.append(step.round(ends[1]) % 2**32)

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
-from megadsl.ir.graph import Attention, Graph
-from megadsl.ir.schedule import OpSchedule, Ring, Role, Schedule
+from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
 
@@ -128,7 +128,16 @@ def _op(schedule: Schedule, graph: Graph, record: SetLoader | SetPrefetch | SetS
         return schedule
     old = schedule.op(record.op)
     new = _changed(old, graph, schedule, record, found)
-    return replace(schedule, ops=tuple(new if o is old else o for o in schedule.ops))
+    return replace(schedule, ops=tuple(new if o is old else o for o in schedule.ops), edges=_edges(schedule, graph, old, new))
+
+
+def _edges(schedule: Schedule, graph: Graph, old: OpSchedule, new: OpSchedule) -> tuple[EdgeSchedule, ...]:
+    """A linear whose columns are split has an edge of its own: its blocks hand parts to each other."""
+    if (old.ways > 1) == (new.ways > 1) or not isinstance(graph.op(new.op), Linear):
+        return schedule.edges
+    parts = f"{new.op}.parts"
+    added = (EdgeSchedule(parts, new.op, Tagged()),) if new.ways > 1 else ()
+    return tuple(e for e in schedule.edges if e.value != parts) + added
 
 
 def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: SetLoader | SetPrefetch | SetSplit, found: Collector) -> OpSchedule:

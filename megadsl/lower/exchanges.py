@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Schedule, Sync, Tagged
+from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import kept_values
-from megadsl.lower.schedule import largest_share
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up
 
@@ -45,11 +45,7 @@ def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> boo
 def kept_locally(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
     """Values that blocks keep their own share of, each once, in program order of the first use."""
     found = {
-        ref.value: None
-        for op in graph.ops
-        if isinstance(op, Linear)
-        for _, ref in kept_values(op)
-        if is_local(op, ref, graph, schedule)
+        ref.value: None for op in graph.ops if isinstance(op, Linear) for _, ref in kept_values(op) if is_local(op, ref, graph, schedule)
     }
     return tuple(found)
 
@@ -75,6 +71,8 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
     for op in graph.ops:
         if isinstance(op, Attention):
             found.append(_parts(arena, op, graph, schedule))
+        if isinstance(op, Linear) and schedule.op(op.name).ways > 1:
+            found.append(_column_parts(arena, op, graph, schedule))
         if isinstance(op, Linear) and op.sink == "argmax":
             share = Sharing(schedule.blocks, 0)
             found.append(arena.place(f"{op.name}.best", Tagged(), "u32", schedule.blocks, graph.tokens, share, "1", op))
@@ -89,6 +87,14 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     vectors = rows * (op.head_dim // 4 + 1)
     uses = "1" if op.loop is None else "layers"
     return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
+
+
+def _column_parts(arena: _Arena, op: Linear, graph: Graph, schedule: Schedule) -> Exchange:
+    """A linear's products with parts of its columns: fp32, two vectors for a row group of a token."""
+    shares, offset = part_shares(op, schedule)
+    vectors = largest_share(shares, schedule.blocks, offset) * tiling(op).fold * graph.tokens * 2
+    name, uses = f"{op.name}.parts", "1" if op.loop is None else "layers"
+    return arena.place(name, schedule.edge(name).sync, "f32", schedule.blocks, vectors, Sharing(shares, offset), uses, op)
 
 
 def _same_share(initial: Op, share: Sharing, features: int, schedule: Schedule) -> None:

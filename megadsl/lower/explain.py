@@ -9,10 +9,10 @@ from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
+from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.exchanges import is_local, sharing
 from megadsl.lower.memory import chunk_pieces, own_groups
 from megadsl.lower.operands import kept_values, prologue_values
-from megadsl.lower.schedule import largest_share, share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import machine
 from megadsl.ops.attention import kv_row_bytes

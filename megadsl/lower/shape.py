@@ -8,6 +8,7 @@ import struct
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
+from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.memory import Memory
 from megadsl.lower.operands import kept_values, prologue_values, vectors
@@ -112,8 +113,8 @@ def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record
 def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
-        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, how.share_offset, op.rows, op.columns,
-        tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
+        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
+        op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name), how.prefetch.l2_bytes,
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
