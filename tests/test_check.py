@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_tools import chunked, every, gated, kv_loader, plan, prefetched, without
+from check_tools import PIECES, chunked, every, gated, kv_loader, plan, prefetched, split, without
 
 import megadsl as mk
 from megadsl import cli
@@ -46,6 +46,16 @@ def test_every_sync_holds(name: str, blocks: int | None, sync: mk.Tagged) -> Non
 @pytest.mark.parametrize(("name", "blocks"), [("llama-tiny", 1), ("llama-tiny-wide", 7), ("smollm2-135m", None), ("llama-3.2-1b", None)])
 def test_every_placement_holds(name: str, blocks: int | None, decide: object) -> None:
     assert check_plan(plan(name, decide, blocks=blocks)).findings == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sync", [mk.Tagged(2), mk.Sentinel(4), mk.Flag(2)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("blocks", [7, 8, 132])
+@pytest.mark.parametrize("ways", [{"down_proj": 8}, {"down_proj": 4, "o_proj": 2}], ids=str)
+def test_split_columns_hold(ways: dict[str, int], blocks: int, tokens: int, sync: mk.Tagged) -> None:
+    """Blocks with one part, with two, with several; fewer blocks than parts; more than row groups."""
+    made = plan("llama-3.2-1b", split(sync, **ways), tokens, blocks=blocks, fields={"num_hidden_layers": 4, "hidden_size": 2048})
+    assert [str(found) for found in check_plan(made).findings] == []
 
 
 @pytest.mark.parametrize("name", ["separate", "flat", "branches"])
@@ -111,7 +121,8 @@ def test_more_layers_show_nothing_new() -> None:
 
 
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
-    "run_matrix": ("linear.h", 4, "matrix"),
+    "run_tiles": ("linear.h", 4, "matrix"),
+    "add_parts": ("parts.h", 1, "add_parts"),
     "run_attention": ("attention.h", 5, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
@@ -132,7 +143,7 @@ def test_the_headers_meet_as_the_plan_says(function: str) -> None:
 
 
 def test_the_plan_lists_all_of_them() -> None:
-    made = plan("llama-tiny", every(mk.Flag(2)), blocks=3)
+    made = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
     listed = {i.call: len(i.syncs) for i in instructions(made.program("consumer").body) if i.syncs}
     counted: dict[str, int] = {}
     for _, count, call in BARRIERS.values():

@@ -122,6 +122,7 @@ def test_linears(name: str) -> None:
         "columns_padded": tiles.columns_padded,
         "tile_columns": tiles.tile_columns,
         "pieces": tiles.pieces,
+        "ways": how.ways,
         "chunk_pieces": s.memory.chunk(name),
         "l2_bytes": 0,
     }

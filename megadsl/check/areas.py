@@ -116,7 +116,7 @@ class Stream:
             for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
                 for chunk in range(m.chunks):
                     if m.chunks > 1 or first == 0:
-                        if chunk or turn:
+                        if chunk:
                             yield from self._meet(step.instr, "refill")
                         yield from self._prologue(step, m)
                         yield from self._meet(step.instr, "gathered")

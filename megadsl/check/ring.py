@@ -379,7 +379,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
 
 
 def _tape_entries(device: Device, program: Program) -> int:
-    """Most entries that any kind of block writes; mk::Tape's own joining of runs is one entry for a linear in one chunk."""
+    """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a batch and chunk of it."""
     most = 0
     for block in block_kinds(device):
         entries = 0

@@ -87,7 +87,8 @@ def _linear(device: Device, op: Linear, findings: Findings) -> None:
     theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns)
     if mine != theirs or m.pieces % (m.ways * m.chunk_pieces):
         rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
-        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {m.ways} parts, {m.chunk_pieces} tiles a chunk"
+        cut = f"{m.ways} parts, {m.chunk_pieces} tiles a chunk"
+        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {cut}"
         findings.add(COVER, op.span, rows, op=op.name, what="tiles", wrong=wrong)
     _split(device, op.name, "row groups", m.shared, m.share_offset, findings)
 

@@ -53,7 +53,7 @@ BARRIERS = declare(
 
 BAD_CHUNK = declare(
     "MK160",
-    "chunk of {op!r} is {chunk} tiles, a row group of it (of a part of its columns, where they are split) has {pieces}{why}",
+    "chunk of {op!r} is {chunk} tiles, a row group of it has {pieces}{why}",
     "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
 BAD_WAYS = declare(
@@ -244,7 +244,7 @@ def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:
     pieces = tiling(op).pieces // how.ways if isinstance(op, Linear) else 0
     whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
     if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
-        why = " and its prologue must see whole rows" if whole else ""
+        why = " and its prologue must see whole rows" if whole else " in a part of its columns" if how.ways > 1 else ""
         found.add(BAD_CHUNK, op.span, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 

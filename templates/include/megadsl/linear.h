@@ -55,14 +55,14 @@ MK_DEV void for_each_part(const LinearShape& s, u32 ways, RowGroups own, F f) {
 }
 
 // Visits (batch, chunk) of one part's row groups.
-template <u32 kBatch, class F>
-MK_DEV void for_each_pass(u32 chunks, RowGroups own, F f) {
+template <class F>
+MK_DEV void for_each_pass(u32 batch, u32 chunks, RowGroups own, F f) {
   u32 first = own.begin;
   do {
-    const u32 last = min_u32(first + kBatch, own.end);
+    const u32 last = first + min_u32(batch, own.end - first);
 #pragma unroll 1
     for (u32 chunk = 0; chunk < chunks; ++chunk) f(first, last, chunk);
-    first += kBatch;
+    first = last;
   } while (first < own.end);
 }
 
@@ -222,12 +222,12 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   const u32 chunks = u32(s.pieces) / (G::kPieces * G::kWays);
   u32 turn = 0;
   for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
-    for_each_pass<kBatch>(chunks, groups, [&](u32 first, u32 last, u32 chunk) {
+    for_each_pass(kBatch, chunks, groups, [&](u32 first, u32 last, u32 chunk) {
       const smem_ptr<float> partials = block.template at<float>(smem.partials) + turn * kBatchFloats;
       const u32 item = part * u32(s.groups) + first, column = part * chunks + chunk;
       const bool ends = chunk + 1 == chunks;
       if (chunks > 1 || first == groups.begin) {
-        if (chunk != 0 || item != own.begin) block.sync();  // everybody is done with the activations before
+        if (chunk != 0) block.sync();  // everybody is done with the activations before; behind a batch, the block has met
         gather(column * kChunkColumns, kChunkColumns);
         block.sync();
         block.meeting(smem.meeting, false);

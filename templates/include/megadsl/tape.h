@@ -79,8 +79,7 @@ struct Tape {
   MK_DEV void matrix(u32 site, const LinearShape& s, u64 policy) {
     const u32 ways = u32(s.ways), chunks = u32(s.pieces) / ways / u32(s.chunk_pieces);
     for_each_part(s, ways, own_groups(cx, s), [&](u32 part, RowGroups own) {
-      if (chunks == 1) return rows(Play::kWeights, site, s, own, part, u32(s.chunk_pieces), ~0u, policy);
-      for_each_pass<kBatch>(chunks, own, [&](u32 first, u32 last, u32 chunk) {
+      for_each_pass(chunks == 1 ? ~0u : kBatch, chunks, own, [&](u32 first, u32 last, u32 chunk) {
         rows(Play::kWeights, site, s, {first, last}, part * chunks + chunk, u32(s.chunk_pieces), ~0u, policy);
       });
     });
