@@ -168,8 +168,8 @@ def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -
     out = graph.op(record.producer).out
     readers = [o.name for o in graph.ops if out in {ref.value for ref in reads(o)}]
     chosen = [out] if out and readers and (record.consumer is None or record.consumer in readers) else []
-    if not chosen and record.consumer == record.producer:  # what the op's blocks hand to each other before its value is whole
-        chosen = [e.value for e in schedule.edges if e.producer == record.producer and e.value != out]
+    if record.consumer == record.producer:  # what the op's blocks hand to each other before its value is whole, if anything
+        chosen = [e.value for e in schedule.edges if e.producer == record.producer and e.value != out] or chosen
     if not chosen:
         consumer = record.consumer or "any op"
         found.add(EDGE_UNKNOWN, record.span, consumer=consumer, producer=record.producer, known=", ".join(readers) or "none")

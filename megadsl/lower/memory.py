@@ -126,14 +126,16 @@ def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
 
 def _runs(op: Linear, schedule: Schedule, chunk: int) -> int:
     """Most runs of tiles any block streams: one for each part of the columns; in chunks, one for each batch and chunk of it."""
-    tiles, how, blocks = tiling(op), schedule.op(op.name), schedule.blocks
-    chunks, (shares, offset) = tiles.pieces // how.ways // chunk, part_shares(op, schedule)
+    chunks = tiling(op).pieces // schedule.op(op.name).ways // chunk
+    each = ((last - first for _, first, last in parts) for parts in block_parts(op, schedule))
+    return max(sum(min(n, 1) if chunks == 1 else ceil_div(n, schedule.batch) * chunks for n in parts) for parts in each)
+
+
+def block_parts(op: Linear, schedule: Schedule) -> list[list[tuple[int, int, int]]]:
+    """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
+    tiles, blocks, (shares, offset) = tiling(op), schedule.blocks, part_shares(op, schedule)
     begins = [share_begin(shares, blocks, offset, i) * tiles.fold for i in range(blocks + 1)]
-    most = 1
-    for begin, end in pairwise(begins):
-        found = [last - first for _, first, last in parts_of(tiles.groups, how.ways, begin, end) if first < last]
-        most = max(most, sum(1 if chunks == 1 else ceil_div(n, schedule.batch) * chunks for n in found))
-    return most
+    return [parts_of(tiles.groups, schedule.op(op.name).ways, begin, end) for begin, end in pairwise(begins)]
 
 
 def own_groups(op: Linear, schedule: Schedule) -> int:
