@@ -68,8 +68,8 @@ def whole_logits(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_integers_stay_exact(wire: str) -> None:
-    """On 1 block, which multiplies all parts in turn; on 2 and 5, of which some have two; on more than there is work for."""
-    for blocks in (1, 2, 5, 40):
+    """On 1 block, which multiplies all parts in turn; on 5, of which some have two; on more than there is work for."""
+    for blocks in (1, 5, 40):
         made = spec("integers.py:integers", 4, blocks, parts(WIRES[wire], down=3), SMALL)
         assert made.plan.exchange("down.parts").wire == wire.capitalize()
         weights = small_integers(made)
@@ -79,11 +79,10 @@ def test_integers_stay_exact(wire: str) -> None:
             assert bits(result.logits).equal(bits(whole_logits(weights, step.ids).float() + 0.0)), f"{blocks} blocks, {step}"
 
 
-@pytest.mark.parametrize("blocks", [5, 7])
-def test_folded_rows_of_many_tokens(blocks: int) -> None:
+def test_folded_rows_of_many_tokens() -> None:
     """16 tokens; both linears of a layer split, two matrices folded in one, and a ragged last tile in each."""
     fields = {"vocab": 203, "hidden": 1100, "inter": 2100, "layers": 1}
-    made = spec("shapes.py:plain", 16, blocks, parts(mk.Sentinel(4), gate_up=2, down=3), fields)
+    made = spec("shapes.py:plain", 16, 5, parts(mk.Sentinel(4), gate_up=2, down=3), fields)
     check(made, [(0, 16), (0, 1), (0, 15)], seeds=(1,))
 
 
@@ -101,16 +100,13 @@ def test_parts_in_chunks() -> None:
 
 
 def test_no_schedule_shows_a_race() -> None:
-    def configure(s: ScheduleBlock) -> None:
-        parts(mk.Flag(2), gate_up=2)(s)
-        parts(mk.Sentinel(4), down=3)(s)
-
-    made = spec("shapes.py:plain", 2, 4, configure, {"vocab": 99, "hidden": 1032, "inter": 2072, "layers": 2})
+    """One of the three blocks multiplies two parts."""
+    made = spec("integers.py:integers", 2, 3, parts(mk.Sentinel(4), down=2), {"vocab": 40, "hidden": 40, "inter": 1032, "layers": 2})
     some = steps(made, [(0, 2), (0, 1)])
     bench = Bench(made, defines={DETECT: "1"})
     first = bench.play(some)
     judge(made, bench.weights, some, first)
-    for seed in range(5):
+    for seed in range(5):  # each policy once
         bench.program.seed, bench.program.policy = seed, policy_of(seed)
         for step, expected, result in zip(some, first, bench.play(some), strict=True):
             assert result.same(expected), f"seed {seed} gives other bits for {step}"

@@ -16,11 +16,11 @@ constexpr u32 kBatch = 3;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
 using LoaderRing = mk::Ring<13, 16384>;  // weights
-using QkvProjTiles = mk::Tiles<18, 1>;
-using OProjTiles = mk::Tiles<18, 1>;
-using GateUpProjTiles = mk::Tiles<18, 1>;
-using DownProjTiles = mk::Tiles<24, 2>;
-using LmHeadTiles = mk::Tiles<18, 1>;
+using QkvProjTiles = mk::Tiles<18, 1, 1>;
+using OProjTiles = mk::Tiles<18, 1, 1>;
+using GateUpProjTiles = mk::Tiles<18, 1, 1>;
+using DownProjTiles = mk::Tiles<24, 2, 1>;
+using LmHeadTiles = mk::Tiles<18, 1, 1>;
 using AttentionTiling = mk::AttentionTiling<64, Block>;
 
 }  // namespace
@@ -130,7 +130,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             });
             block.sync();
             // x * rsqrt(mean(x * x) + 1e-05) * input_layernorm
-            mk::apply_rows(block, u32(s.qkv_proj.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
+            mk::apply_rows(block, mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
               float x_[8], input_layernorm_[8];
               mk::load8<kTokens>(activations, column, token, x_);
               mk::load8(vector_input_layernorm, column, input_layernorm_);
@@ -210,7 +210,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             });
             block.sync();
             // o_proj * rsqrt(mean(o_proj * o_proj) + 1e-05) * post_attention_layernorm
-            mk::apply_rows(block, u32(s.gate_up_proj.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
+            mk::apply_rows(block, mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
               float o_proj_[8], post_attention_layernorm_[8];
               mk::load8<kTokens>(activations, column, token, o_proj_);
               mk::load8(vector_post_attention_layernorm, column, post_attention_layernorm_);
@@ -276,7 +276,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           });
           block.sync();
           // x * rsqrt(mean(x * x) + 1e-05) * norm
-          mk::apply_rows(block, u32(s.lm_head.columns), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
+          mk::apply_rows(block, mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
             float x_[8], norm_[8];
             mk::load8<kTokens>(activations, column, token, x_);
             mk::load8(vector_norm, column, norm_);
