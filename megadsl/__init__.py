@@ -6,7 +6,7 @@ from megadsl.dsl.kernel import Kernel, kernel
 from megadsl.dsl.schedule import schedule
 from megadsl.dsl.tensor import KVCache, Layer, Tensor
 from megadsl.ir.schedule import Flag, Sentinel, Tagged
-from megadsl.types import DType
+from megadsl.types import DType, Level
 from megadsl.version import __version__
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "KVCache",
     "Kernel",
     "Layer",
+    "Level",
     "MegadslError",
     "Sentinel",
     "Tagged",

@@ -49,8 +49,11 @@ class Diagnostic:
         lines = [f"{where}{self.severity}[{self.code}]: {self.message}"]
         if self.detail:
             lines.append(self.detail)
-        elif self.span.text:
-            lines.append(f"    {self.span.text.strip()}")
+        elif text := self.span.text.strip():
+            lines.append(f"    {text}")
+            if self.span.column:
+                indent = self.span.text.index(text)
+                lines.append(" " * (4 + max(0, self.span.column - 1 - indent)) + "^")
         lines.append(f"    mend: {self.mend}")
         return "\n".join(lines)
 

@@ -10,8 +10,9 @@ from typing import Any
 from megadsl.build.artifacts import write_artifacts as _write
 from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
-from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.registry import load
+from megadsl.dsl.schedule import require_count
 from megadsl.emit import emit
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.plan import Plan
@@ -61,7 +62,10 @@ def compile_model(
     if isinstance(model, str):
         kernel, values = load(model, config if isinstance(config, Path) else None)
     else:
+        require_kernel(model)
         kernel, values = model, dict(config) if isinstance(config, Mapping) else {}
+    require_count("max_kv", max_kv)
+    require_count("blocks", blocks)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv

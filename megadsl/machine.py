@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadsl.diagnostics import declare, error
+from megadsl.source import UNKNOWN, Span
 
-ARCH_UNKNOWN = declare(
-    "MK001", "unknown architecture {arch!r}", "choose one of: {known}"
-)
+ARCH_UNKNOWN = declare("MK001", "unknown architecture {arch!r}", "choose one of: {known}")
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ MACHINES: dict[str, Machine] = {
 DEFAULT_ARCH = "sm_90a"
 
 
-def machine(arch: str) -> Machine:
-    """The machine table entry for ``arch`` ("sm_90a"); MK001 when there is none."""
+def machine(arch: str, span: Span = UNKNOWN) -> Machine:
+    """The machine table entry for ``arch`` ("sm_90a"); MK001, at ``span``, when there is none."""
     if arch not in MACHINES:
-        raise error(ARCH_UNKNOWN, arch=arch, known=", ".join(sorted(MACHINES)))
+        raise error(ARCH_UNKNOWN, span, arch=arch, known=", ".join(sorted(MACHINES)))
     return MACHINES[arch]

@@ -6,7 +6,9 @@ import linecache
 import os
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from types import CodeType
 
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 _MODELS = _PACKAGE + "_models" + os.sep  # specs shipped in the wheel: users' code, not the compiler's
@@ -14,7 +16,7 @@ _MODELS = _PACKAGE + "_models" + os.sep  # specs shipped in the wheel: users' co
 
 @dataclass(frozen=True)
 class Span:
-    """A place in the user's source. ``line`` and ``column`` count from 1; column 0 means the whole line."""
+    """A place in the user's source. ``line`` and ``column`` (of characters) count from 1; column 0 means the whole line."""
 
     file: str
     line: int
@@ -43,10 +45,19 @@ def is_ours(file: str) -> bool:
 
 
 def caller_span() -> Span:
-    """Span of the innermost stack frame outside megadsl itself."""
+    """Span of the innermost stack frame outside megadsl itself: the call that it is in."""
     frame = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         if frame.f_back is None:
             return UNKNOWN
         frame = frame.f_back
-    return Span(frame.f_code.co_filename, frame.f_lineno)
+    return place(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+def place(code: CodeType, instruction: int, line: int) -> Span:
+    """Span of the instruction at byte offset ``instruction``, with the column where Python recorded one for ``line``."""
+    begin, _, byte, _ = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
+    if begin != line or byte is None:
+        return Span(code.co_filename, line)
+    before = linecache.getline(code.co_filename, line).encode()[:byte]  # Python counts bytes, people count characters
+    return Span(code.co_filename, line, len(before.decode(errors="replace")) + 1 if before else byte + 1)

@@ -9,18 +9,17 @@ from typing import Any
 from lower_tools import GPU
 
 import megadsl as mk
+from megadsl.check.edits import edited
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.ir.plan import Exchange, Instr, LayerLoop, Phase, Plan, Program
+from megadsl.ir.plan import Plan
 from megadsl.ir.schedule import Sync
 from megadsl.lower.pipeline import lower
-from megadsl.lower.shape import ident
 
 VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 
 Decide = Callable[[ScheduleBlock], None]
-Edit = Callable[[Instr], Instr | None]
 
 
 def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Mapping[str, Any] | None = None, **options: Any) -> Plan:
@@ -86,24 +85,6 @@ def split(sync: Sync | None = None, **ways: int) -> Decide:
     return decide
 
 
-def edited(of: Plan, edit: Edit, role: str | None = None) -> Plan:
-    """The plan with every instruction (of a role) replaced by what ``edit`` gives for it, or dropped."""
-
-    def many(body: tuple[Instr, ...]) -> tuple[Instr, ...]:
-        found = (edit(i) for i in body)
-        return tuple(replace(i, body=many(i.body)) for i in found if i is not None)
-
-    def item(it: Phase | LayerLoop) -> Phase | LayerLoop:
-        if isinstance(it, LayerLoop):
-            return replace(it, body=tuple(replace(p, body=many(p.body)) for p in it.body))
-        return replace(it, body=many(it.body))
-
-    def program(p: Program) -> Program:
-        return p if role not in (None, p.role) else replace(p, body=tuple(item(i) for i in p.body))
-
-    return replace(of, programs=tuple(program(p) for p in of.programs))
-
-
 def without(call: str, op: str | None = None) -> Callable[[Plan], Plan]:
     """Drops an instruction."""
     return lambda of: edited(of, lambda i: None if i.call == call and op in (None, i.op) else i)
@@ -117,27 +98,6 @@ def unmet(call: str, *names: str) -> Callable[[Plan], Plan]:
 def arguments(call: str, op: str | None = None, **changes: object) -> Callable[[Plan], Plan]:
     """Changes what a call is given."""
     return lambda of: edited(of, lambda i: replace(i, args={**i.args, **changes}) if i.call == call and op in (None, i.op) else i)
-
-
-def with_words(of: Plan, name: str, changes: Mapping[int, int]) -> Plan:
-    """Changes words of one member of Shape."""
-    words = {r.name: tuple(changes.get(i, w) for i, w in enumerate(r.words)) for r in of.shape if r.name == name}
-    assert words
-    return replace(of, shape=tuple(replace(r, words=words.get(r.name, r.words)) for r in of.shape))
-
-
-def with_exchange(of: Plan, name: str, **changes: Any) -> Plan:
-    """Changes an exchange, in the plan and in what the kernel reads."""
-    before = of.exchange(name)
-    e: Exchange = replace(before, **changes)
-    made = replace(of, exchanges=tuple(e if x is before else x for x in of.exchanges))
-    words = {0: e.offset // 16, 1: e.owners * e.vectors, 2: e.slots, 3: e.vectors, 4: e.units, 5: e.groups, 7: e.share_offset}
-    return with_words(made, f"{ident(name)}_exchange", words)
-
-
-def with_area(of: Plan, name: str, **changes: Any) -> Plan:
-    """Moves or resizes an area of shared memory, in the plan alone."""
-    return replace(of, areas=tuple(replace(a, **changes) if a.name == name else a for a in of.areas))
 
 
 def area(of: Plan, name: str) -> int:

@@ -123,7 +123,7 @@ def test_more_layers_show_nothing_new() -> None:
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
     "run_tiles": ("linear.h", 4, "matrix"),
     "add_parts": ("parts.h", 1, "add_parts"),
-    "run_attention": ("attention.h", 5, "attention"),
+    "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
     "publish_share": ("exchange.h", 1, "publish"),
@@ -142,13 +142,21 @@ def test_the_headers_meet_as_the_plan_says(function: str) -> None:
     assert len(re.findall(r"\bblock\.sync\(\);|\bbarrier\(\);", body)) == count
 
 
-def test_the_plan_lists_all_of_them() -> None:
-    made = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
-    listed = {i.call: len(i.syncs) for i in instructions(made.program("consumer").body) if i.syncs}
+def test_plans_list_all_of_them_where_they_are_passed() -> None:
+    flags = plan("llama-tiny", every(mk.Flag(2)), blocks=3)
+    many = plan("llama-tiny", blocks=3, tokens=16, fields={"num_attention_heads": 16, "num_key_value_heads": 1})
+    units = plan("llama-tiny", blocks=1)
+    parts = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
+    made = (flags, many, units, parts, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
+    listed: dict[str, set[str]] = {}
+    for one in made:
+        for i in instructions(one.program("consumer").body):
+            listed.setdefault(i.call, set()).update(i.syncs)
     counted: dict[str, int] = {}
     for _, count, call in BARRIERS.values():
         counted[call] = counted.get(call, 0) + count
-    assert listed == counted
+    assert {call: len(names) for call, names in listed.items() if names} == counted
+    assert not any("next" in i.syncs or "again" in i.syncs for i in instructions(flags.program("consumer").body))
 
 
 def test_split_of_cached_rows() -> None:

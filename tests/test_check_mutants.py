@@ -10,27 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import (
-    PIECES,
-    Edit,
-    area,
-    arguments,
-    edited,
-    every,
-    gated,
-    plan,
-    split,
-    unmet,
-    with_area,
-    with_exchange,
-    with_words,
-    without,
-)
+from check_tools import PIECES, area, arguments, every, gated, plan, split, unmet, without
 from lower_tools import GPU
 
 import megadsl as mk
 from megadsl.check import check_plan, shares
 from megadsl.check.clocks import check_exchanges
+from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
 from megadsl.check.model import Device
 from megadsl.check.report import Findings
 from megadsl.diagnostics import CATALOGUE
@@ -164,7 +150,7 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "default",
         lambda p: with_exchange(p, "o_proj", level=Level.CLUSTER),
         "MK541",
-        ("level cluster", "level=Level.GPU"),
+        ("level cluster", "level=mk.Level.GPU"),
     ),
     "two slots of sentinels": ("sentinel", lambda p: with_exchange(p, "qkv_proj", slots=2), "MK542", ("2 slots", "at least 4")),
     "one slot of tags": ("default", lambda p: with_exchange(p, "x", slots=1), "MK542", ("1 slots", "at least 2")),
@@ -190,6 +176,15 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "flag before all sums": ("split, flag", unmet("matrix", "end"), "MK544", ("down_proj.parts",)),
     "parts of a round left out": ("split", arguments("matrix", "down_proj", parts_round="epoch * layers + 2 * layer"), "MK545", ("round",)),
     "no barrier behind any gather, parts": ("split", deaf, "MK501", ("of 'down_proj.parts' while", "reads round", "add_parts of")),
+    "a first round of tag 0": ("default", lambda p: edited(p, layered("o_proj", "(epoch - 1) * layers + layer")), "MK546", ("round 0",)),
+    "a first round of flag 0": (
+        "flag",
+        lambda p: edited(p, layered("o_proj", "(epoch - 1) * layers + layer - 1")),
+        "MK546",
+        ("Flag of 0",),
+    ),
+    "as many slots as tags": ("default", lambda p: with_exchange(p, "o_proj", slots=2**16), "MK546", ("65536 slots",)),
+    "all ones of fp4": ("sentinel", lambda p: with_exchange(p, "o_proj", dtype="e2m1"), "MK543", ("e2m1", "mk.Tagged or mk.Flag")),
     "rounds begin anew": ("default", lambda p: edited(p, layered("o_proj", "layer")), "MK545", ("were due",)),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from megadsl.build.host import DETECT
 from megadsl.diagnostics import MegadslError
 from megadsl.emulate import LaunchReport, Policy, Race, Run, explore, policy_of
-from megadsl.emulate.races import spec_of
+from megadsl.emulate.frames import spec_of
 from tests.emulator.harness import launch, room
 
 SEEDS = range(10)

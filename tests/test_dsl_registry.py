@@ -77,11 +77,18 @@ def test_files_that_do_not_load(tmp_path: Path, text: str, line: int, why: str) 
     assert why in found.message and found.mend == "mend the line"
 
 
-def test_an_exception_of_the_users_own_passes(tmp_path: Path) -> None:
-    path = write(tmp_path, "raises.py", "1 / 0\n")
+def test_an_exception_of_the_users_own_is_shown_at_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "raises.py", "x = 1\ny = x / 0\n")
     for _ in range(2):  # nothing half-loaded is kept
-        with pytest.raises(ZeroDivisionError):
-            load(str(path))
+        found = finding(str(path))
+        assert (found.code, found.span.line, found.span.column) == ("MK182", 2, 5)
+        assert "ZeroDivisionError: division by zero" in found.message
+
+
+def test_a_schedule_in_a_file_is_refused_at_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "scheduled.py", KERNELS + "\nwith mk.schedule(first) as s:\n    s.ring('weights', stages=0)\n")
+    found = finding(str(path))
+    assert (found.code, found.span.file, found.span.line, found.span.column) == ("MK150", str(path), 8, 5)
 
 
 @pytest.mark.parametrize(("suffix", "known"), [("", "none"), (":other", "none")])

@@ -10,6 +10,7 @@ import pytest
 from dsl_tools import HIDDEN, check, findings, graph_of, head, one, start
 
 import megadsl as mk
+from megadsl.driver import compile_model
 from megadsl.dsl.overrides import Overrides, SetCount
 from megadsl.dsl.schedule import ScheduleBlock, apply
 from megadsl.ir.graph import Attention, Graph
@@ -172,7 +173,26 @@ def bad_count(step: mk.Kernel) -> None:
 
 
 def test_unknown_arch() -> None:
-    assert findings(lambda: mk.schedule(kernel(), arch="sm_70"))[0].code == "MK001"
+    def decide() -> None:
+        mk.schedule(kernel(), arch="sm_70")  # here
+
+    check(one(findings(decide), "MK001"), decide, "# here", "unknown architecture 'sm_70'", "sm_90a")
+
+
+def test_what_is_no_kernel() -> None:
+    def plain(cfg: Any) -> None: ...
+
+    def decide() -> None:
+        mk.schedule(plain)  # type: ignore[arg-type]  # here
+
+    check(one(findings(decide), "MK224"), decide, "# here", "the function 'plain' is no kernel", "@mk.kernel")
+    assert one(findings(lambda: compile_model(plain)), "MK224").mend == "decorate the function with @mk.kernel"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("what", "value"), [("max_kv", "x"), ("max_kv", 1.5), ("blocks", "x"), ("blocks", True)])
+def test_counts_that_are_none(what: str, value: Any) -> None:
+    found = one(findings(lambda: compile_model(kernel(), **{what: value})), "MK150")
+    assert found.message == f"{what} = {value!r} is not an integer of at least 1"
 
 
 BAD_VALUES: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [

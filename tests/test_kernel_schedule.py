@@ -14,11 +14,10 @@ import megadsl as mk
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
-from tests.kernels import Bench, Configure, Result, Step, check, compiled, judge, steps
+from tests.kernels import VALUES, Bench, Configure, Result, Step, check, compiled, everywhere, judge, steps
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
-VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 
 
@@ -78,17 +77,6 @@ def one_stage_in_flight(s: ScheduleBlock) -> None:
 def rotated_shares(s: ScheduleBlock) -> None:
     for offset, op in enumerate((*LINEARS[:4], "attention", "lm_head")):
         s[op].split(share_offset=offset % BLOCKS)
-
-
-def everywhere(sync: Sync) -> Configure:
-    """One kind of sync on every edge, an attention's parts included."""
-
-    def configure(s: ScheduleBlock) -> None:
-        for op in VALUES:
-            s[op].sync(sync)
-        s.edge("attention", "attention").sync(sync)
-
-    return configure
 
 
 @cache

@@ -11,6 +11,7 @@ from dsl_tools import CFG, HIDDEN, check, findings, head, line_of, one, start
 from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel, with_op
 
 import megadsl as mk
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.lower.columns import CHUNK_BUDGET
 from megadsl.lower.memory import chunk_pieces, needs_whole_rows, prologue_values
 from megadsl.lower.pipeline import Lowering
@@ -66,7 +67,7 @@ def test_activations_are_gathered_in_chunks_beyond_the_budget() -> None:
 
 
 def test_rings_of_chosen_sizes_share_with_an_open_one() -> None:
-    def decide(s: mk.ScheduleBlock) -> None:
+    def decide(s: ScheduleBlock) -> None:
         s.role("kv_loader", warps=1, kind="loader")
         s.ring("kv_loader", stages=3, stage_bytes=8 * KIB, window=8 * KIB)
         s.phase("attention").loader("kv_loader")
@@ -78,9 +79,13 @@ def test_rings_of_chosen_sizes_share_with_an_open_one() -> None:
 
 def test_a_ring_that_does_not_fit_is_itemised() -> None:
     kernel = step_kernel()
-    found = one(findings(lambda: lowered(kernel, lambda s: s.ring("weights", stages=14, stage_bytes=16 * KIB), blocks=2)), "MK170")
+
+    def decide(s: ScheduleBlock) -> None:
+        s.ring("weights", stages=14, stage_bytes=16 * KIB)  # here
+
+    found = one(findings(lambda: lowered(kernel, decide, blocks=2)), "MK170")
     fit = ring_of(lowered(blocks=2))[0]
-    check(found, kernel, "@mk.kernel", f"sm_90a gives a block {GPU.smem_per_block}", f"use fewer ring stages ({fit} would fit)")
+    check(found, decide, "# here", f"sm_90a gives a block {GPU.smem_per_block}", f"use at most {fit} ring stages")
     items = {line.split()[0]: int(line.split()[1]) for line in found.detail.splitlines()}
     assert items["ring.loader"] == 14 * 16 * KIB and items["tape.loader"] > 0 and items["activations"] == 2 * HIDDEN
     assert "activations" in found.detail and "(overlay)" in found.detail
@@ -102,11 +107,14 @@ def test_vectors_that_one_expression_holds_need_a_stage_each() -> None:
         x = start()
         names = ("a", "b", "c")
         scaled = mk.map("x * a + x * b + c", x=x, **{n: mk.weight(n, HIDDEN) for n in names})
-        y = mk.linear(scaled, mk.weight("w", (HIDDEN, HIDDEN)))  # here
+        y = mk.linear(scaled, mk.weight("w", (HIDDEN, HIDDEN)))
         return head(y)
 
-    found = one(findings(lambda: lowered(kernel, lambda s: s.ring("weights", stages=2), blocks=2)), "MK177")
-    check(found, kernel, "# here", "has 2 stages, but 'w' reads 3 vectors at once", "use at least 3 stages")
+    def decide(s: ScheduleBlock) -> None:
+        s.ring("weights", stages=2)  # ring
+
+    found = one(findings(lambda: lowered(kernel, decide, blocks=2)), "MK177")
+    check(found, decide, "# ring", "has 2 stages, but 'w' reads 3 vectors at once", "use at least 3 stages")
     assert lowered(kernel, lambda s: s.ring("weights", stages=3), blocks=2).schedule.ring("loader").stages == 3
 
 

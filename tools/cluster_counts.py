@@ -1,6 +1,6 @@
 """How many thread-block clusters of each size are co-resident on this GPU, by shared memory per block.
 
-    python tools/cluster_counts.py --out docs/measurements/clusters.json
+python tools/cluster_counts.py --out docs/measurements/clusters.json
 """
 
 from __future__ import annotations

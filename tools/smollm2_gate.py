@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct on a GPU against the fp32 oracle: greedy text, and teacher-forced logits beside torch bf16.
 
-    python tools/smollm2_gate.py [--weights FILE.gguf] --out docs/measurements/smollm2.json
+python tools/smollm2_gate.py [--weights FILE.gguf] --out docs/measurements/smollm2.json
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
-      mk::run_matrix<kBatch, QkvProjTiles>(
+      mk::run_matrix<kBatch, QkvProjTiles, true>(
           block, read_loader, 9, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, begin,
@@ -172,7 +172,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-      mk::run_matrix<kBatch, OProjTiles>(
+      mk::run_matrix<kBatch, OProjTiles, true>(
           block, read_loader, 16, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, begin,
@@ -195,7 +195,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
-      mk::run_matrix<kBatch, GateUpProjTiles>(
+      mk::run_matrix<kBatch, GateUpProjTiles, true>(
           block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 18, s.o_proj_exchange, epoch * layers + layer, begin,
@@ -234,7 +234,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-      mk::run_matrix<kBatch, DownProjTiles>(
+      mk::run_matrix<kBatch, DownProjTiles, true>(
           block, read_loader, 23, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, begin,
@@ -261,7 +261,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::begin_op(cx, block);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
-    mk::run_matrix<kBatch, LmHeadTiles>(
+    mk::run_matrix<kBatch, LmHeadTiles, false>(
         block, read_loader, 27, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
           mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, begin,

@@ -8,7 +8,7 @@ their barriers against Instr.syncs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from megadsl.check.model import Device, Matrix, Step
@@ -25,13 +25,15 @@ CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it 
 
 @dataclass(frozen=True)
 class Access:
-    """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before."""
+    """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before. ``holds`` tells what is
+    written from anything else that these bytes may hold, and what a read needs to find there."""
 
     area: str
     begin: int
     size: int
     write: bool
     step: Step
+    holds: tuple[object, ...]
     own: bool = False
 
 
@@ -52,6 +54,7 @@ class Stream:
         self.device = device
         self.block = block
         self.words = device.records["smem"]
+        self.versions: dict[str, int] = {}  # of each value: how often the block has published it
 
     def events(self, layers: int) -> Iterator[Event]:
         step = next(self.device.steps(self.device.consumer, 1))
@@ -64,7 +67,8 @@ class Stream:
                 yield from handler(step)
 
     def _angles(self, step: Step, write: bool) -> Access:
-        return Access("angles", self.device.records["step"][3], self.device.tokens * self.device.plan.tunables.rope_dim * 4, write, step)
+        size = self.device.tokens * self.device.plan.tunables.rope_dim * 4
+        return Access("angles", self.device.records["step"][3], size, write, step, ())
 
     def owned(self, groups: int, offset: int) -> int:
         shares = self.device.shares(groups, offset)
@@ -76,7 +80,7 @@ class Stream:
 
     def _staged(self, step: Step, groups: int, write: bool) -> Iterator[Event]:
         if groups:
-            yield Access("staged", self.words[3], groups * self.device.tokens * UNIT_BYTES, write, step)
+            yield Access("staged", self.words[3], groups * self.device.tokens * UNIT_BYTES, write, step, (step.instr.op, step.layer))
 
     def _share(self, value: str) -> int:
         e = self.device.exchanges[value]
@@ -88,7 +92,9 @@ class Stream:
         yield from self._meet(step.instr, "end")
 
     def _publish(self, step: Step) -> Iterator[Event]:
-        yield from self._staged(step, self._share(str(step.instr.args["value"])), False)
+        value = str(step.instr.args["value"])
+        self.versions[value] = self.versions.get(value, 0) + 1
+        yield from self._staged(step, self._share(value), False)
         yield from self._meet(step.instr, "flag")
 
     def _keep(self, step: Step) -> Iterator[Event]:
@@ -98,34 +104,37 @@ class Stream:
 
     def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
         if size := self._share(value) * self.device.tokens * UNIT_BYTES:
-            yield Access(f"kept.{value}", self.device.records[f"{ident(value)}_kept"][0], size, write, step)
+            at = self.device.records[f"{ident(value)}_kept"][0]
+            yield Access(f"kept.{value}", at, size, write, step, (value, self.versions.get(value, 0)))
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
         groups = self._share(str(step.instr.args["own"])) * m.fold
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
-            yield Access("kept", begin, groups // m.fold * self.device.tokens * UNIT_BYTES, True, step)
+            size = groups // m.fold * self.device.tokens * UNIT_BYTES
+            yield Access("kept", begin, size, True, step, self._gathered(step, step.instr.args["value"]))
 
     def _matrix(self, step: Step) -> Iterator[Event]:
-        m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
+        op, m, batch = step.instr.op, self.device.matrix(step.instr.op), self.device.plan.tunables.batch
         half = batch * self.device.warps * self.device.tokens * 8 * 4
         turn = 0
-        for begin, end in ((first, last) for _, first, last in self.device.parts(step.instr.op)[self.block]):
+        for part, begin, end in self.device.parts(op)[self.block]:
             own = end - begin
             for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
-                for chunk in range(m.chunks):
+                for chunk in range(part * m.chunks, (part + 1) * m.chunks):
                     if m.chunks > 1 or first == 0:
-                        if chunk:
+                        if chunk > part * m.chunks:
                             yield from self._meet(step.instr, "refill")
-                        yield from self._prologue(step, m)
+                        yield from self._prologue(step, m, chunk)
                         yield from self._meet(step.instr, "gathered")
                     if own:
-                        yield self._activations(step, m, 0, False)
-                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, own=chunk > 0)
+                        yield self._activations(step, m, chunk, 0, False)
+                        own_sums = chunk > part * m.chunks  # each thread adds to its own
+                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
                 yield from self._meet(step.instr, "partials")
                 if own:
-                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step)
+                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
                     if not step.instr.args["parts"]:
                         yield from self._epilogue(step, own // m.fold)
                 turn += 1
@@ -136,33 +145,36 @@ class Stream:
             yield from self._epilogue(step, own)
         yield from self._meet(step.instr, "end")
 
-    def _activations(self, step: Step, m: Matrix, second: int, write: bool, own: bool = False) -> Access:
-        size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
-        return Access(("activations", "second")[second], self.words[second], size, write, step, own)
+    def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
+        return ("gathered", step.instr.op, step.layer, what)
 
-    def _prologue(self, step: Step, m: Matrix) -> Iterator[Event]:
+    def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
+        size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
+        return Access(("activations", "second")[second], self.words[second], size, write, step, self._gathered(step, chunk), own)
+
+    def _prologue(self, step: Step, m: Matrix, chunk: int) -> Iterator[Event]:
         operands = [0]
         for inner in step.instr.body:
             at = Step(inner, step.layer, step.names)
             if inner.call == "gather":
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
-                yield self._activations(at, m, operand, True)
+                yield self._activations(at, m, chunk, operand, True)
             elif inner.call == "sync":
                 yield Meet("sync")
             elif inner.call == "reduce":
-                yield from (self._activations(at, m, operand, False) for operand in operands)
+                yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
                 yield from (self._scalars(at, i, False) for i in range(int(str(inner.args["index"]))))
                 yield self._scalars(at, int(str(inner.args["index"])), True)
             elif inner.call == "apply":
                 yield from (self._scalars(at, i, False) for i in range(len(list(inner.args["reductions"]))))  # type: ignore[call-overload]
-                yield from (self._activations(at, m, operand, False) for operand in operands)
-                yield self._activations(at, m, 0, True, own=True)
+                yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
+                yield self._activations(at, m, chunk, 0, True, own=True)
 
     def _scalars(self, step: Step, index: int, write: bool) -> Access:
         tokens, warps = self.device.tokens, self.device.warps
         size = tokens * (warps // min(tokens, warps)) * 4
-        return Access("scalars", self.words[5] + index * size, size, write, step)
+        return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.layer, index))
 
     def _epilogue(self, step: Step, groups: int) -> Iterator[Event]:
         op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
@@ -173,7 +185,7 @@ class Stream:
             if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
                 yield from self._kept(step, ref.value, False)
             else:
-                yield Access("kept", self.words[4] + index * m.fold * size, size, False, step)
+                yield Access("kept", self.words[4] + index * m.fold * size, size, False, step, self._gathered(step, ref.value))
         if step.instr.args["rope"] is not None:
             yield self._angles(step, False)
         if op.out is not None:
@@ -186,28 +198,39 @@ class Stream:
 
     def _attention(self, step: Step) -> Iterator[Event]:
         instr, heads, device = step.instr, self.device.heads(step.instr.op), self.device
-        op = device.op(instr.op)
         units = range(self.block, heads.units, device.blocks)
-        all_tiles, name = ceil_div(heads.rows, 16), instr.op
-        queries = Access(f"{name}.queries", heads.queries, all_tiles * 16 * op.head_dim * 2, True, step)
-        fresh = Access(f"{name}.fresh", heads.fresh, 16 * op.head_dim * 4, True, step)
-        tiles = min(device.warps, all_tiles)
-        parts = device.warps // tiles * tiles * min(16, heads.rows)
-        scratch = Access(f"{name}.scratch", heads.scratch, parts * (op.head_dim + 4) * 4, True, step)
         for unit in units[:MOST_UNITS]:
-            last = [fresh] if unit % heads.splits + 1 == heads.splits else []
-            yield from (queries, *last)
+            if unit != units[0]:
+                yield from self._meet(instr, "again")
+            queries, fresh, scratch = self._unit(step, unit)
+            yield from (queries, *fresh)
             yield from self._meet(instr, "gathered")
-            for _ in range(min(MOST_PASSES, heads.passes(device.warps))):
-                yield from (_reading(a) for a in (queries, *last))
-                yield scratch
+            for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
+                if turn:
+                    yield from self._meet(instr, "next")
+                yield from (_reading(a) for a in (queries, *fresh))
+                left = replace(scratch, holds=(*scratch.holds, turn))
+                yield left
                 yield from self._meet(instr, "parts")
-                yield _reading(scratch)
-                yield from self._meet(instr, "published")
-            yield from (_reading(a) for a in last)
-            yield from self._meet(instr, "end")
+                yield _reading(left)
+            yield from self._meet(instr, "published")
+            yield from (_reading(a) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
+
+    def _unit(self, step: Step, unit: int) -> tuple[Access, list[Access], Access]:
+        """A unit's queries, this step's rows where it takes them, and its warps' parts, as they are written."""
+        name, heads = step.instr.op, self.device.heads(step.instr.op)
+        dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
+        tiles = min(self.device.warps, all_tiles)
+        parts = self.device.warps // tiles * tiles * min(16, heads.rows)
+        holds = (name, step.layer, unit)
+        fresh = Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds)
+        return (
+            Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds),
+            [fresh] if unit % heads.splits + 1 == heads.splits else [],
+            Access(f"{name}.scratch", heads.scratch, parts * (dim + 4) * 4, True, step, holds),
+        )
 
     def _merge(self, step: Step) -> Iterator[Event]:
         heads = self.device.heads(step.instr.op)
@@ -217,22 +240,23 @@ class Stream:
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op
         area, begin = f"{op}.candidates", self.device.records[f"{ident(op)}_candidates"][0]
-        winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step)
-        candidates = Access(area, begin, threads * 8, True, step)
-        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step)
+        winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step, ("winners",))
+        candidates = Access(area, begin, threads * 8, True, step, ("candidates",))
+        choice = replace(candidates, holds=("choice",))
+        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",))
         yield candidates
         yield from self._meet(step.instr, "candidates")
         yield from (_reading(candidates), winners)
         yield from self._meet(step.instr, "winners")
         yield _reading(winners)
         if self.block == 0:
-            yield candidates
+            yield choice
             yield from self._meet(step.instr, "choice")
-            yield _reading(candidates)
+            yield _reading(choice)
             yield tokens
             yield from self._meet(step.instr, "end")
             yield _reading(tokens)  # finish_step() hands them to the next launch
 
 
 def _reading(a: Access) -> Access:
-    return Access(a.area, a.begin, a.size, False, a.step)
+    return replace(a, write=False)

@@ -16,6 +16,7 @@ from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Area
+from megadsl.lower.memory import ABORT_BYTES
 from megadsl.source import Span
 
 RACE = declare(
@@ -28,7 +29,9 @@ CLOBBERED = declare(
     "{op!r} reads {area!r} in shared memory, where {other!r} has been written since",
     "give the two areas bytes of their own: lay only areas of different phases over each other",
 )
-UNWRITTEN = declare("MK512", "{op!r} reads {area!r} in shared memory, which nobody has written", "write the area in an earlier instruction")
+UNWRITTEN = declare(
+    "MK512", "{op!r} reads {area!r} in shared memory, which holds {holds}", "write what it needs in an instruction between the two"
+)
 OUTSIDE = declare(
     "MK513", "{op!r} touches bytes {begin} to {end} of shared memory, outside of {area!r}", "make the area as large as the op needs"
 )
@@ -41,6 +44,7 @@ LAYERS = 3
 def check_memory(device: Device, findings: Findings) -> list[str]:
     """Every kind of block: no race, no clobbered area, nothing outside its area."""
     _overlaps(device, findings)
+    _reserved(device, findings)
     kinds = block_kinds(device)
     count = 0
     for block in kinds:
@@ -130,8 +134,7 @@ def _conflict(first: Access, then: Access) -> bool:
 def _contents(read: Access, touching: list[_Last], block: int, findings: Findings) -> None:
     writes = [found for found in touching if found.access.write]
     if not writes:
-        rows = [(f"consumer of block {block}", [f"reads {read.area}: {shown(read.step.instr, read.step.layer)}"])]
-        findings.add(UNWRITTEN, read.step.instr.span, rows, op=read.step.instr.op, area=read.area)
+        _unwritten(read, "nothing yet", block, findings)
         return
     newest = max(writes, key=lambda found: found.order).access
     if newest.area != read.area:
@@ -140,6 +143,13 @@ def _contents(read: Access, touching: list[_Last], block: int, findings: Finding
             ("the same block, later", ["", f"reads {read.area}: {shown(read.step.instr, read.step.layer)}"]),
         ]
         findings.add(CLOBBERED, read.step.instr.span, rows, op=read.step.instr.op, area=read.area, other=newest.area)
+    elif newest.holds != read.holds:
+        _unwritten(read, f"what was left there before: {shown(newest.step.instr, newest.step.layer)}", block, findings)
+
+
+def _unwritten(read: Access, holds: str, block: int, findings: Findings) -> None:
+    rows = [(f"consumer of block {block}", [f"holds {holds}", f"reads {read.area}: {shown(read.step.instr, read.step.layer)}"])]
+    findings.add(UNWRITTEN, read.step.instr.span, rows, op=read.step.instr.op, area=read.area, holds=holds)
 
 
 def _race(first: Access, then: Access, block: int, findings: Findings) -> None:
@@ -165,6 +175,16 @@ def _inside(a: Access, areas: dict[str, Area], findings: Findings) -> None:
             (a.area, [f"{area.offset} to {area.offset + area.bytes}" if area else "-"]),
         ]
         findings.add(OUTSIDE, a.step.instr.span, rows, op=a.step.instr.op, area=a.area, begin=a.begin, end=end)
+
+
+def _reserved(device: Device, findings: Findings) -> None:
+    """Words that every role uses: the abort word with the deadline behind it, a gate per op, and whether a meeting is ahead."""
+    areas = {a.name: a for a in device.plan.areas}
+    for name, need in (("abort", ABORT_BYTES), ("gates", 4 * len(device.plan.graph.ops)), ("meeting", 4)):
+        if areas[name].bytes < need:
+            begin = areas[name].offset
+            rows = [("every role", [f"uses {need} bytes"]), (name, [f"{areas[name].bytes} bytes"])]
+            findings.add(OUTSIDE, device.plan.graph.span, rows, op="every role", what=name, area=name, begin=begin, end=begin + need)
 
 
 def _overlaps(device: Device, findings: Findings) -> None:

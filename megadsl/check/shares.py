@@ -10,10 +10,10 @@ from itertools import pairwise
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
-from megadsl.ir.graph import Linear
+from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_begin, share_owner
-from megadsl.lower.exchanges import vectors_for
+from megadsl.lower.exchanges import row_vectors, vectors_for
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
@@ -46,6 +46,8 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
             _producer(device, step.instr, findings)
         elif step.instr.call == "matrix" and step.instr.args["parts"]:
             _parts(device, step.instr, findings)
+    for attention in device.ops[1]:
+        _attention(device, attention, findings)
     for e in device.plan.exchanges:
         _exchange(device, e, findings)
     _arena(device, findings)
@@ -112,6 +114,26 @@ def _mismatch(instr: Instr, e: Exchange, mine: tuple[int, int], findings: Findin
     findings.add(MISMATCH, instr.span, rows, op=instr.op, value=e.name, mine=mine, theirs=(e.groups, e.share_offset))
 
 
+def _attention(device: Device, op: Attention, findings: Findings) -> None:
+    heads, parts = device.heads(op.name), device.exchanges[f"{op.name}.parts"]
+    rows = op.heads // op.kv_heads * device.tokens
+    mine = (heads.kv_heads, heads.rows, heads.merge_groups, heads.units)
+    theirs = (op.kv_heads, rows, op.heads * op.head_dim // GROUP_ROWS, parts.owners)
+    if mine != theirs:
+        sides = [("kernel", [str(mine)]), ("spec and exchange", [str(theirs)])]
+        wrong = f"(KV heads, query rows, merged groups, units) are {mine}, they should be {theirs}"
+        findings.add(COVER, op.span, sides, op=op.name, what="units", wrong=wrong)
+    _split(device, op.name, "merged groups", heads.merge_groups, heads.merge_offset, findings)
+    _room(op.name, parts, rows * row_vectors(op.head_dim), findings)
+
+
+def _room(op: str, e: Exchange, need: int, findings: Findings) -> None:
+    """As many vectors as an owner publishes, where these are no units."""
+    if need > e.vectors:
+        sides = [("every owner", [f"{need} vectors"]), (f"exchange {e.name}", [f"{e.vectors} vectors"])]
+        findings.add(CAPACITY, e.span, sides, op=op, block="of every number", need=need, value=e.name, have=e.vectors)
+
+
 def _producer(device: Device, instr: Instr, findings: Findings) -> None:
     """What an op stages is what publishing (and keeping) takes to be staged."""
     e, op = device.exchanges[str(instr.args["value"])], device.op(instr.op)
@@ -135,6 +157,8 @@ def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
         findings.add(
             COVER, e.span, rows, op=op, what=f"exchange {e.name}", wrong=f"the kernel reads {tuple(words[:6])}, the plan says {expected}"
         )
+    if e.dtype == "u32":
+        _room(op, e, device.tokens, findings)
     if e.dtype != "bf16":
         return
     _split(device, op, f"exchange {e.name}", e.groups, e.share_offset, findings)

@@ -2,22 +2,26 @@
 
 * A writer's and a reader's format are the exchange's, and reach as far as the exchange: every block of the GPU.
 * Sentinel: at least 4 slots, so that a whole exchange lies between emptying a slot and filling it (docs/ptx-notes.md says why
-  PTX promises nothing for fewer); bf16 and f32 alone, whose all-ones are canonicalised by the writer (exchange.h).
+  PTX promises nothing for fewer); types alone whose all-ones the writer can canonicalise (payloads.py, exchange.h).
 * Flag: the block meets between its payload and the one release that stands for it.
 * Rounds: each launch publishes the rounds from f(epoch) to f(epoch + 1) - 1, each once, in order, f linear in the epoch. So
   rounds never repeat below 2^32, and at 2^32 they go on at 0, since the slot (a power of two) and the 16-bit tag both divide
   2^32. A vector is rewritten every S-th round, so a tag in memory is S behind, never 65,536.
+* A fresh arena is zero. The first rounds on it, one per slot, are not 0 modulo 2^16 where tags are polled, and no round for which
+  a flag of 0 stands.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from megadsl.check.clocks import unrolled
 from megadsl.check.model import Device, Step
+from megadsl.check.payloads import carried_by_sentinel
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
-from megadsl.ir.plan import Exchange, Instr
+from megadsl.ir.plan import FIRST_EPOCH, Exchange, Instr
 from megadsl.types import Level
 
 WIRE = declare(
@@ -28,7 +32,7 @@ WIRE = declare(
 SCOPE = declare(
     "MK541",
     "{value!r} is exchanged between all blocks, its sync spans a {level}",
-    "use level=Level.GPU, or read the value in the block that writes it",
+    "use level=mk.Level.GPU, or read the value in the block that writes it",
 )
 SLOTS = declare("MK542", "{value!r} is exchanged as {kind} with {slots} slots", "use a power of two that is at least {least}")
 EMPTY = declare(
@@ -40,6 +44,11 @@ RELEASE = declare(
     "let the block meet between its payload and its flag",
 )
 GAP = declare("MK545", "{value!r} is published in rounds {rounds} of a launch, {expected} were due", "publish every round once, in order")
+FRESH = declare(
+    "MK546",
+    "{value!r} begins with round {round} in {slots} slots, and one of its first rounds seems to be there in memory that nobody has written",
+    "count its rounds from epoch * uses on, with fewer slots: none of the first ones may be 0 modulo 2^16",
+)
 
 LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2}
 _ENDS = {"publish": [("wire", "value", "publishes")], "gather": [("wire", "value", "reads")], "gather_kept": [("wire", "value", "reads")]}
@@ -60,10 +69,11 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
     for e in device.plan.exchanges:
         _kind(e, findings)
     _rounds(device, findings)
+    _fresh(device, findings)
     kinds = sorted({e.wire for e in device.plan.exchanges})
     return [
         f"wires: writers and readers agree on {', '.join(kinds)}, at the scope of the GPU; no empty value can be produced",
-        "rounds: consecutive within a launch, from launch to launch and over 2^16 and 2^32",
+        "rounds: consecutive within a launch, from launch to launch and over 2^16 and 2^32; none seems to be there in a fresh arena",
     ]
 
 
@@ -94,7 +104,7 @@ def _kind(e: Exchange, findings: Findings) -> None:
     rows = [(f"exchange {e.name}", [f"{e.wire}, {e.dtype}, {e.slots} slots, level {e.level.value}"])]
     if e.slots < least or e.slots & (e.slots - 1):
         findings.add(SLOTS, e.span, rows, op=e.name, value=e.name, kind=e.wire, slots=e.slots, least=least)
-    if e.wire == "Sentinel" and e.dtype not in ("bf16", "f32"):
+    if e.wire == "Sentinel" and not carried_by_sentinel(e.dtype):
         findings.add(EMPTY, e.span, rows, op=e.name, value=e.name, dtype=e.dtype)
     if e.level is not Level.GPU or e.sync.level is not Level.GPU:
         level = e.level if e.level is not Level.GPU else e.sync.level
@@ -103,7 +113,7 @@ def _kind(e: Exchange, findings: Findings) -> None:
 
 def _rounds(device: Device, findings: Findings) -> None:
     """Three launches in a row, and three around the wrap of the epoch; values modulo 2^32, as the kernel computes them."""
-    for first in (1, 2**32 - 2):
+    for first in (FIRST_EPOCH, 2**32 - 2):
         following: dict[str, int] = {}
         for epoch in range(first, first + 3):
             for value, (steps, rounds) in _published(device, epoch).items():
@@ -113,6 +123,23 @@ def _rounds(device: Device, findings: Findings) -> None:
                     rows = [("consumer", [f"round {r}: {shown(s.instr, s.layer)}" for s, r in zip(steps, rounds, strict=True)][:6])]
                     findings.add(GAP, steps[0].instr.span, rows, op=value, value=value, rounds=rounds[:6], expected=expected[:6])
                 following[value] = (expected[-1] + 1) % 2**32
+
+
+def _fresh(device: Device, findings: Findings) -> None:
+    """The first round of each value, with all the model's layers, against an arena of zeros."""
+    seen: set[str] = set()
+    for step in device.steps(device.consumer, 1, FIRST_EPOCH):
+        ends = _ROUNDS.get(step.instr.call)
+        if ends is None or str(step.instr.args[ends[0]]) in ("", *seen):
+            continue
+        e = device.exchanges[str(step.instr.args[ends[0]])]
+        seen.add(e.name)
+        first = replace(step, names={**step.names, "layers": device.plan.graph.layers}).round(ends[1]) % 2**32
+        modulus = 2**32 if e.wire == "Flag" or e.dtype == "u32" else 2**16
+        # Tags: round 0 among those that meet a slot first. Flags: a flag of 0 stands for a round and those up to slots - 1 before.
+        if e.wire != "Sentinel" and -first % modulus < e.slots:
+            rows = [("consumer", [f"round {first}: {shown(step.instr)}"]), ("fresh arena", [f"{e.wire} of 0 in {e.slots} slots"])]
+            findings.add(FRESH, step.instr.span, rows, op=e.name, value=e.name, round=first, slots=e.slots)
 
 
 def _published(device: Device, epoch: int) -> dict[str, tuple[list[Step], list[int]]]:

@@ -25,29 +25,42 @@ def command(
         int, typer.Option("--seeds", min=0, metavar="N", help="Also emulate N schedules under the race detector; for tiny models.")
     ] = 0,
     processes: Annotated[int, typer.Option("--processes", min=1, metavar="P", help="Processes that share the schedules.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: findings, seconds, proved, seeds, schedules.")] = False,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Also break the plan, and with --seeds the kernel, in every way that the checks must notice.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: findings, seconds, proved, seeds, schedules, mutants.")
+    ] = False,
 ) -> None:
     """Prove that the kernel of MODEL synchronises rightly, without a GPU and without compiling it.
 
     With --seeds it is also emulated, on 3 blocks unless --blocks says otherwise: each seed is another order of events, some of them
-    adversarial, and is repeated exactly by running it again. Exits with 1 when anything does not hold.
+    adversarial, and is repeated exactly by running it again. With --mutants each wait, arrival, barrier, fence, store, count, slot and
+    share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock or a wrong result. Exits
+    with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.
     """
     from dataclasses import asdict
 
     from megadsl.check import check_plan
+    from megadsl.cli.score import Score
     from megadsl.driver import compile_model
     from megadsl.machine import machine
 
     compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, check=False)
     report = check_plan(compiled.plan, machine(arch))
     schedules: list[dict[str, object]] = []
+    judged = Score()
+    if mutants and not report.findings:
+        judged.add_plan(compiled.plan, machine(arch), quiet=as_json)
     if seeds and not report.findings:
         few = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks or EMULATED_BLOCKS, check=False)
         schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json)
+        if mutants and not schedules:
+            judged.add_kernel(few, range(1, seeds + 1), processes, quiet=as_json)
     if as_json:
         findings = [{**asdict(found), "span": str(found.span)} for found in report.findings]
         proof = {"findings": findings, "seconds": round(report.seconds, 3), "proved": list(report.proved)}
-        typer.echo(json.dumps({**proof, "seeds": seeds, "schedules": schedules}))
+        typer.echo(json.dumps({**proof, "seeds": seeds, "schedules": schedules, **({"mutants": judged.counts()} if mutants else {})}))
     else:
         for line in (*report.findings, *report.proved):
             typer.echo(line)
@@ -56,7 +69,9 @@ def command(
             typer.echo(f"seed {found['seed']} ({found['policy']}): {found['kind']}\n{found['text']}")
         if seeds and not report.findings:
             typer.echo(f"{len(schedules)} findings in {seeds} emulated schedules")
-    if report.findings or schedules:
+        for line in judged.lines() if mutants else ():
+            typer.echo(line)
+    if report.findings or schedules or judged.survivors:
         raise typer.Exit(1)
 
 

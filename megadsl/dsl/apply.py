@@ -60,12 +60,12 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return _op(schedule, graph, record, found)
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
+def _hint(name: object, known: Iterable[str]) -> str:
+    close = get_close_matches(str(name), list(known), n=1)  # a user may have given anything
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def _known(code: str, name: str, known: Iterable[str], span: Span, found: Collector) -> bool:
+def _known(code: str, name: object, known: Iterable[str], span: Span, found: Collector) -> bool:
     names = list(known)
     if name not in names:
         found.add(code, span, name=name, hint=_hint(name, names), known=", ".join(names))
@@ -149,7 +149,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: SetLoade
         case SetPrefetch():
             changes = dict(record.changes)
             ahead_of = changes.get("ahead_of")
-            if isinstance(ahead_of, str):
+            if ahead_of is not None:
                 _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found)
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
         case SetSplit():

@@ -72,6 +72,8 @@ def linear(x: Tensor, *weights: Tensor, name: str | None = None) -> Tensor | tup
     tracer, span = current("linear"), caller_span()
     if not weights:
         raise tracer.fail(NO_WEIGHT, span)
+    if name is not None:
+        tracer.text("the name of a linear", name, '"o_proj"', span)
     names = [w.name for w in weights if isinstance(w, Tensor)]
     op = name or (joint_stem(names) if names else "linear")
     if name:
@@ -86,18 +88,19 @@ def map(expr: str, /, **operands: Tensor | Scalar) -> Tensor:
 
     Tensors are activations (tokens, features) or vector weights (features,); numbers are constants. sum, mean and max over
     one argument reduce over the features. fp32 inside; rounded to bf16 only where a value is materialised. MK115 to MK117
-    for operands that do not fit, MK201 to MK211 (with a caret) for the text.
+    for operands that do not fit, MK201 to MK211 (with a caret) for the text, MK223 when it is none.
     """
     tracer, span = current("map"), caller_span()
+    tracer.text("the expression", expr, '"silu(gate) * up"', span)
     tensors = {k: v for k, v in operands.items() if not isinstance(v, int | float)}
     numbers = {k: float(v) for k, v in operands.items() if isinstance(v, int | float)}
     return tracer.map("map", parse(expr, span, tuple(tensors), numbers), tensors, span)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w."""
+    """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w, MK222 for eps."""
     tracer, span = current("rms_norm"), caller_span()
-    expr = parse("x * rsqrt(mean(x * x) + eps) * w", span, ("x", "w"), {"eps": eps})
+    expr = parse("x * rsqrt(mean(x * x) + eps) * w", span, ("x", "w"), {"eps": tracer.number("eps", eps, span, least=0)})
     name = stem(w.name) if isinstance(w, Tensor) else "rms_norm"
     return tracer.map(name, expr, {"x": x, "w": w}, span)
 
@@ -106,10 +109,10 @@ def rope(q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "hal
     """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / head_dim)``.
 
     style "half" pairs features i and i + head_dim / 2, "interleaved" 2i and 2i + 1. MK118 unknown style, MK119 features that
-    are no whole heads, MK120 unsupported head_dim.
+    are no whole heads, MK222 theta, MK120 unsupported head_dim.
     """
     tracer, span = current("rope"), caller_span()
-    attrs = {"head_dim": head_dim, "theta": float(theta), "style": style}
+    attrs = {"head_dim": head_dim, "theta": tracer.number("theta", theta, span, above=0), "style": style}
     names = [f"{t.name}.rope" if isinstance(t, Tensor) else "rope" for t in (q, k)]
     q_out, k_out = tracer.node("rope", "rope", (q, k), names, span, attrs)
     return q_out, k_out
@@ -119,15 +122,16 @@ def attention(q: Tensor, kv: KVCache, *, heads: int, scale: float | None = None,
     """Causal grouped-query attention over the cached rows and this step's: (tokens, heads * head_dim) to the same shape.
 
     ``scale`` defaults to head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). MK120 head_dim, MK122 features
-    of q, MK123 ratio, MK149 when kv is no cache that was appended to.
+    of q, MK123 ratio, MK222 scale, MK149 when kv is no cache that was appended to.
     """
     tracer, span = current("attention"), caller_span()
     if not isinstance(kv, KVCache):
-        raise tracer.fail(NOT_A_CACHE, span, value=f"a {type(kv).__name__}")
+        raise tracer.fail(NOT_A_CACHE, span, value="None" if kv is None else f"a {type(kv).__name__}")
     if kv.appended is None:
         raise tracer.fail(NOT_A_CACHE, span, value=f"cache {kv.name!r}, to which nothing was appended")
     (count,) = tracer.dimensions("attention heads", heads, span)
-    attrs = {"heads": count, "scale": kv.declared.shape[1] ** -0.5 if scale is None else float(scale)}
+    attrs = {"heads": count, "scale": kv.declared.shape[1] ** -0.5 if scale is None else tracer.number("scale", scale, span)}
+    tracer.text("the name of an attention", name, '"attention"', span)
     (out,) = tracer.node("attention", name, (q, kv.appended), [name], span, attrs)
     return out
 
@@ -155,4 +159,5 @@ def layers(count: int, prefix: str = "model.layers") -> Layers:
     """
     tracer, span = current("layers"), caller_span()
     (n,) = tracer.dimensions("mk.layers", count, span)
+    tracer.text("the prefix of mk.layers", prefix, '"model.layers"', span)
     return Layers(tracer, n, prefix, span)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose, error
+from megadsl.dsl import functions
+from megadsl.dsl.mistakes import explain, user_span
 from megadsl.dsl.overrides import Overrides
-from megadsl.dsl.tensor import Tensor
+from megadsl.dsl.tensor import KVCache, Layer, Tensor
 from megadsl.dsl.tracer import Tracer, tracing
 from megadsl.ir.spec import Spec
 from megadsl.ops import wellformed
-from megadsl.source import Span, caller_span, is_ours
+from megadsl.source import UNKNOWN, Span, caller_span
 
 NO_OUTPUT = declare(
     "MK126", "kernel {kernel!r} returns {value}", "return the logits, or mk.argmax of them: `return mk.argmax(mk.linear(x, lm_head))`"
@@ -29,6 +31,9 @@ NO_INPUT = declare("MK138", "kernel {kernel!r} never calls mk.input_ids", "embed
 NO_TOKENS = declare(
     "MK187", "kernel {kernel!r} takes no tokens", "declare it as `def {kernel}(cfg, tokens=1):` and pass tokens to mk.input_ids"
 )
+NOT_A_KERNEL = declare("MK224", "{value} is no kernel", "decorate the function with @mk.kernel")
+
+_OWNERS = (functions, Layer, KVCache, Tensor)  # whose signatures a mend may show
 
 
 class MissingField(AttributeError):
@@ -65,17 +70,6 @@ class Config:
         return MappingProxyType(dict(self._source if isinstance(self._source, Mapping) else self._read))
 
 
-def _user_span(trace: TracebackType | None, default: Span) -> Span:
-    """The innermost line of the user's code in a traceback."""
-    span = default
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not is_ours(file):
-            span = Span(file, trace.tb_lineno)
-        trace = trace.tb_next
-    return span
-
-
 class Kernel:
     """A traced function. ``overrides_for(arch)`` gives what ``with mk.schedule(kernel, arch)`` recorded."""
 
@@ -97,7 +91,8 @@ class Kernel:
         """Run the function on symbolic tensors.
 
         ``config`` is a dict or any object with attributes; ``tokens`` the most new tokens of a launch (1 to 16), by default
-        the function's own default. Raises MegadslError with everything that was found wrong (MK100 to MK149, MK187, MK201 to MK211).
+        the function's own default. Raises MegadslError with everything that was found wrong (MK100 to MK149, MK187, MK201 to
+        MK223); an exception of the function's own is the cause of its MK220.
         """
         code = self.function.__code__
         if tokens is not None and "tokens" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
@@ -119,14 +114,12 @@ class Kernel:
             raise MegadslError([*tracer.found.found, self._explain(missing)]) from missing
         except Exception as failed:
             # what the function trips over is most often a consequence of what was collected before
-            if tracer.found.found:
-                raise MegadslError(tracer.found.found) from failed
-            raise
+            raise MegadslError(tracer.found.found or [explain(failed, self.span, _OWNERS)]) from failed
 
     def _explain(self, missing: NameError | MissingField) -> Diagnostic:
         if isinstance(missing, MissingField):
             return diagnose(CONFIG_FIELD, missing.span, field=missing.field, known=", ".join(missing.known) or "nothing")
-        return diagnose(NAME_UNBOUND, _user_span(missing.__traceback__, self.span), message=str(missing))
+        return diagnose(NAME_UNBOUND, user_span(missing, self.span), message=str(missing))
 
     def _finish(self, tracer: Tracer, result: object, cfg: Config, tokens: int | None) -> Spec:
         outputs = result if isinstance(result, tuple) else (result,)
@@ -159,3 +152,10 @@ class Kernel:
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Decorator: ``@mk.kernel def decode_step(cfg, tokens=1): ...`` gives a Kernel to trace and schedule."""
     return Kernel(function)
+
+
+def require_kernel(value: object, span: Span = UNKNOWN) -> None:
+    """MK224 when ``value`` is anything but a Kernel."""
+    if not isinstance(value, Kernel):
+        shown = f"the function {value.__name__!r}" if isinstance(value, FunctionType) else repr(value)
+        raise error(NOT_A_KERNEL, span, value=shown)

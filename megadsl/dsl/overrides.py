@@ -85,3 +85,29 @@ class Overrides:
 
     arch: str
     records: tuple[Override, ...]
+
+    def said(self, default: Span, fields: str | tuple[str, ...], *subjects: str) -> Span:
+        """Where one of ``fields`` was last decided, for one of the ops, rings or roles ``subjects``; ``default`` if nowhere."""
+        wanted = {fields} if isinstance(fields, str) else set(fields)
+        for record in reversed(self.records):
+            subject, decided = _decision(record)
+            if wanted & decided and (not subjects or subject in subjects):
+                return record.span
+        return default
+
+
+def _decision(record: Override) -> tuple[str, set[str]]:
+    """Whom a record is about ("" for the whole kernel), and the fields that it decides."""
+    match record:
+        case SetCount():
+            return "", {record.field}
+        case SetRole():
+            return record.role, {"warps", "kind"}
+        case SetRing():
+            return record.ring, {field for field, _ in record.changes}
+        case SetLoader():
+            return record.op, {"loader"}
+        case SetPrefetch() | SetSplit():
+            return record.op, {field for field, _ in record.changes}
+        case SetSync():
+            return record.producer, {"sync"}

@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from megadsl import resources
-from megadsl.diagnostics import declare, error
+from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.mistakes import user_span
 from megadsl.source import Span
 
 MODEL_UNKNOWN = declare(
@@ -79,12 +80,13 @@ def _module(path: Path) -> ModuleType:
     except SyntaxError as broken:
         del sys.modules[name]
         raise error(FILE_BROKEN, Span(broken.filename or str(path), broken.lineno or 0), path=path, why=broken.msg) from broken
-    except ImportError as broken:
-        del sys.modules[name]
-        raise error(FILE_BROKEN, Span(str(path), 1), path=path, why=str(broken)) from broken
-    except BaseException:
+    except MegadslError:
         del sys.modules[name]
         raise
+    except Exception as broken:
+        del sys.modules[name]
+        span = user_span(broken, Span(str(path), 1))
+        raise error(FILE_BROKEN, span, path=path, why=f"{type(broken).__name__}: {broken}") from broken
     return module
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
-from megadsl.diagnostics import Collector, declare
+from megadsl.diagnostics import Collector, MegadslError, declare, error
 from megadsl.dsl.apply import apply
-from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.kernel import Kernel, require_kernel
+from megadsl.dsl.mistakes import explain, misuse
 from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.machine import DEFAULT_ARCH, machine
-from megadsl.source import Span, caller_span
+from megadsl.source import UNKNOWN, Span, caller_span
+from megadsl.types import Level
 
 __all__ = ["EdgeHandle", "OpHandle", "Overrides", "ScheduleBlock", "apply", "schedule"]
 
@@ -33,7 +36,7 @@ class ScheduleBlock:
     """Records overrides. Bad values are collected and raised at the end of the with block; names are checked when applied."""
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
-        machine(arch)
+        machine(arch, caller_span())
         self._kernel = kernel
         self._arch = arch
         self._records: list[Override] = []
@@ -43,6 +46,8 @@ class ScheduleBlock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(value, AttributeError | TypeError) and misuse(value, _OWNERS):
+            raise MegadslError([*self._found.found, explain(value, UNKNOWN, _OWNERS)]) from value
         if kind is None:
             self._found.raise_if_any()
             self._kernel.overrides[self._arch] = Overrides(self._arch, tuple(self._records))
@@ -109,10 +114,12 @@ class ScheduleBlock:
             self._found.add(BAD_COUNT, span, what=what, value=value, least=least)
         return value
 
-    def choice(self, what: str, value: object, choices: tuple[str, ...], span: Span) -> None:
+    def choice(self, what: str, value: object, choices: Sequence[object], span: Span) -> None:
         """MK151 when ``value`` is none of ``choices``."""
         if value not in choices:
-            self._found.add(BAD_CHOICE, span, what=what, value=value, choices=", ".join(choices))
+            self._found.add(
+                BAD_CHOICE, span, what=what, value=value, choices=", ".join(f"mk.{c}" if isinstance(c, Level) else str(c) for c in choices)
+            )
 
     def changes(self, least: int, span: Span, **values: _Count) -> Changes:
         """The given ones of ``values``, checked."""
@@ -210,11 +217,23 @@ class EdgeHandle:
             self._block.choice("sync", sync, ("mk.Tagged(...)", "mk.Sentinel(...)", "mk.Flag(...)"), span)
             return
         self._block.checked("sync slots", sync.slots, 1, span)
+        self._block.choice("sync level", sync.level, tuple(Level), span)
         self._block.record(SetSync(self._producer, self._consumer, sync, span))
+
+
+def require_count(what: str, value: object) -> None:
+    """MK150 for what is neither None nor an integer; how large it may be is the machine's to say."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise error(BAD_COUNT, what=what, value=value, least=1)
 
 
 def schedule(kernel: Kernel, arch: str = DEFAULT_ARCH) -> ScheduleBlock:
     """Overrides for ``kernel`` on ``arch``; everything not named keeps its default. A second block for the same arch replaces
-    the first. MK001 unknown arch, MK150 and MK151 bad values; unknown names are reported on lowering (MK152 to MK158).
+    the first. MK001 unknown arch, MK150 and MK151 bad values, MK220 misspelt calls, MK224 no kernel; unknown names are
+    reported on lowering (MK152 to MK158).
     """
+    require_kernel(kernel, caller_span())
     return ScheduleBlock(kernel, arch)
+
+
+_OWNERS = (ScheduleBlock, OpHandle, EdgeHandle)  # whose signatures a mend may show

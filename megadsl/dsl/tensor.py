@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from megadsl.diagnostics import Collector, MegadslError, declare
+from megadsl.expr.fold import fp32
+from megadsl.expr.parser import NOT_FINITE
 from megadsl.ir.expr import Arg, Binary, Const, Expr, Unary
 from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.source import Span, caller_span
@@ -15,6 +17,7 @@ APPENDED_TWICE = declare(
     "MK106", "cache {cache!r} is appended to twice in one step", "append once per step; declare a second cache for a second attention"
 )
 OPERAND = declare("MK139", "{op}: the other operand is {value}", "use a tensor of the same features or a number")
+UNDEFINED = declare("MK221", "tensors of a kernel have no {what}", "{how}")
 CACHE_OUTSIDE = declare(
     "MK143",
     "cache {cache!r} is declared {declared} mk.layers and appended to {used} it",
@@ -23,6 +26,16 @@ CACHE_OUTSIDE = declare(
 LAYER_CLOSED = declare("MK107", "the layer of a loop is used outside the loop's body", "move the line into the body of mk.layers")
 
 Scalar = int | float
+
+_PRODUCT = "write mk.linear(x, w), with w of shape (out_features, in_features)"
+_EXPRESSION = 'write an expression, such as mk.map("x ** 2", x=x) or mk.map("max(x, 0)", x=x)'
+_PARTS = "take the parts from a linear of several weights: a, b = mk.linear(x, w_a, w_b)"
+_VALUE = "decide by fields of the configuration: what a tensor holds is known on the GPU only"
+
+
+def shown(value: object) -> str:
+    """``str 'x'``: a value that is not what was asked for, as messages show it."""
+    return "None" if value is None else f"{type(value).__name__} {value!r}"
 
 
 class Recorder(Protocol):
@@ -98,19 +111,50 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return self.tracer.map("neg", Unary("neg", Arg("a")), {"a": self}, caller_span())
 
+    def __matmul__(self, other: object) -> NoReturn:
+        self._refuse("@", _PRODUCT)
+
+    def __pow__(self, other: object) -> NoReturn:
+        self._refuse("**", _EXPRESSION)
+
+    def __lt__(self, other: object) -> NoReturn:
+        self._refuse("comparison", _EXPRESSION)
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse("elements", _PARTS)
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("elements", _PARTS)
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("value while they are traced", _VALUE)
+
+    __len__ = __float__ = __int__ = __bool__
+
+    def _refuse(self, what: str, how: str) -> NoReturn:
+        raise self.tracer.fail(UNDEFINED, caller_span(), what=what, how=how)
+
     def _binary(self, op: str, other: Tensor | Scalar, swap: bool = False) -> Tensor:
         if isinstance(other, bool) or not isinstance(other, Tensor | int | float):
-            raise self.tracer.fail(OPERAND, caller_span(), op=op, value=f"{type(other).__name__} {other!r}")
+            raise self.tracer.fail(OPERAND, caller_span(), op=op, value=shown(other))
         if isinstance(other, Tensor):
             same = other is self
             right: Expr = Arg("a") if same else Arg("b")
             operands = {"a": self} if same else {"a": self, "b": other}
         else:
-            right, operands = Const(float(other)), {"a": self}
+            right, operands = self._constant(other), {"a": self}
         left: Expr = Arg("a")
         if swap:
             left, right = right, left
         return self.tracer.map(op, Binary(op, left, right), operands, caller_span())
+
+    def _constant(self, value: Scalar) -> Const:
+        try:
+            return Const(fp32(float(value)))
+        except ArithmeticError:
+            raise self.tracer.fail(NOT_FINITE, caller_span(), text=f"{value:g}") from None
 
 
 class KVCache:
@@ -131,11 +175,12 @@ class KVCache:
         MK106 on a second append, MK121 when the features do not fit, MK143 for a cache from the other side of mk.layers.
         """
         span = caller_span()
-        if self.appended is not None:
-            self.tracer.found.add(APPENDED_TWICE, span, cache=self.name)
         if self.declared.spec.per_layer != self.tracer.in_loop:
             declared, used = ("inside", "outside") if self.declared.spec.per_layer else ("outside", "inside")
             self.tracer.found.add(CACHE_OUTSIDE, span, cache=self.name, declared=declared, used=used)
+        if self.appended is not None:
+            self.tracer.found.add(APPENDED_TWICE, span, cache=self.name)
+            return self
         (self.appended,) = self.tracer.node("kv_append", "kv_append", (k, v, self.declared), [f"{self.name}.new"], span)
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,7 +12,7 @@ from typing import Any
 
 from megadsl.diagnostics import Collector, MegadslError, declare, diagnose, error
 from megadsl.dsl.naming import unique
-from megadsl.dsl.tensor import KVCache, Tensor
+from megadsl.dsl.tensor import KVCache, Tensor, shown
 from megadsl.ir.expr import Expr
 from megadsl.ir.spec import Loop, Node
 from megadsl.ir.spec import Tensor as SpecTensor
@@ -32,7 +33,13 @@ WEIGHT_TWICE = declare(
     "give both the same shape, or one of them another name",
 )
 DIMENSION = declare("MK104", "{what}: dimension {value!r} is not a positive integer", "shapes are positive integers (use // for divisions)")
-NOT_A_TENSOR = declare("MK105", "{what}: expected a tensor, got {value}", "pass what mk.embed, mk.linear and the like return")
+NOT_A_TENSOR = declare(
+    "MK105",
+    "{what}: expected a tensor, got {value}",
+    "pass one tensor, as mk.embed and mk.linear return it; a linear of several weights returns one for each",
+)
+NOT_A_NUMBER = declare("MK222", "{what} = {value!r} is not a number {range}", "give a plain number {range}")
+NOT_TEXT = declare("MK223", "{what} is {value}, not a string", "give a string, such as {example}")
 OTHER_TRACE = declare(
     "MK108", "{what}: tensor {tensor!r} belongs to another kernel", "build all tensors inside the function that is being traced"
 )
@@ -82,14 +89,33 @@ class Tracer:
         return Tensor(self, spec)
 
     def dimensions(self, what: str, shape: object, span: Span) -> tuple[int, ...]:
-        """``shape`` as a tuple; MK104 for what is no positive integer (which then counts as 1)."""
+        """``shape`` as a tuple; MK104 for what is no positive integer (which then counts as the nearest one, or 1)."""
         dims = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-        bad = [d for d in dims if isinstance(d, bool) or not isinstance(d, int) or d < 1]
-        for d in bad:
-            self.found.add(DIMENSION, span, what=what, value=d)
-        return tuple(1 if d in bad else d for d in dims)
+        return tuple(self._dimension(what, d, span) for d in dims)
+
+    def _dimension(self, what: str, value: object, span: Span) -> int:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        self.found.add(DIMENSION, span, what=what, value=value)
+        return max(1, int(value)) if isinstance(value, float) and math.isfinite(value) else 1
+
+    def number(self, what: str, value: object, span: Span, *, least: float | None = None, above: float | None = None) -> float:
+        """``value`` as a float; MK222 when it is no finite number of at least ``least`` and above ``above`` (then 1.0)."""
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if ok and (least is None or value >= least) and (above is None or value > above):  # type: ignore[operator]
+            return float(value)  # type: ignore[arg-type]
+        wanted = f"of at least {least:g}" if least is not None else f"above {above:g}" if above is not None else "that is finite"
+        self.found.add(NOT_A_NUMBER, span, what=what, value=value, range=wanted)
+        return 1.0
+
+    def text(self, what: str, value: object, example: str, span: Span) -> str:
+        """``value``; MK223 when it is no string."""
+        if not isinstance(value, str):
+            raise self.fail(NOT_TEXT, span, what=what, value=shown(value), example=example)
+        return value
 
     def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span) -> Tensor:
+        self.text("the name of a weight", name, '"q_proj"', span)
         full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
         dims = self.dimensions(f"weight {full!r}", shape, span)
         if dtype not in (DType.BF16, DType.BF16.value):
@@ -102,6 +128,7 @@ class Tracer:
         return Tensor(self, before)
 
     def kv_cache(self, name: str, kv_heads: int, head_dim: int, *, per_layer: bool, span: Span) -> KVCache:
+        self.text("the name of a cache", name, '"kv"', span)
         dims = self.dimensions(f"KV cache {name!r}", (kv_heads, head_dim), span)
         spec = SpecTensor(unique(name, self.tensors), dims, DType.BF16, Lifetime.STATE, span, per_layer)
         return KVCache(self, self.declare(spec).spec)
@@ -139,7 +166,7 @@ class Tracer:
 
     def _operand(self, what: str, value: object, span: Span) -> Tensor:
         if not isinstance(value, Tensor):
-            raise self.fail(NOT_A_TENSOR, span, what=what, value=f"{type(value).__name__} {value!r}")
+            raise self.fail(NOT_A_TENSOR, span, what=what, value=shown(value))
         if value.tracer is not self:
             raise self.fail(OTHER_TRACE, span, what=what, tensor=value.name)
         if value.name in self.overwritten:

@@ -31,9 +31,7 @@ class Operand:
 
 def emit(plan: Plan) -> str:
     """The text of kernel.cu: compiles with nvcc for the GPU and with a C++17 compiler for the emulator."""
-    environment = Environment(
-        loader=FileSystemLoader(templates()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
-    )
+    environment = Environment(loader=FileSystemLoader(templates()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.globals.update(_helpers(plan))
     text = environment.get_template("kernel.cu.j2").render()
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

@@ -3,7 +3,9 @@
 from megadsl.emulate.abi import Policy
 from megadsl.emulate.emulator import Emulator, Hang, LaunchReport
 from megadsl.emulate.explore import Exploration, Finding, Run, explore, policy_of
-from megadsl.emulate.races import Access, Frame, Race
+from megadsl.emulate.frames import Frame
+from megadsl.emulate.mutants import Mutant
+from megadsl.emulate.races import Access, Race
 
 __all__ = [
     "Access",
@@ -13,6 +15,7 @@ __all__ = [
     "Frame",
     "Hang",
     "LaunchReport",
+    "Mutant",
     "Policy",
     "Race",
     "Run",

@@ -30,6 +30,41 @@ class Policy(IntEnum):
     FROZEN_BLOCK = 4  # one block, chosen by the seed, gets one turn in 4096 while any other can run
 
 
+class Point(IntEnum):
+    """Where a kernel synchronises, by what it does there; as mk::host::Point."""
+
+    WAIT = 0
+    PHASE = 1
+    ARRIVE = 2
+    EXPECT = 3
+    INIT = 4
+    BLOCK_BARRIER = 5
+    WARP_BARRIER = 6
+    FENCE = 7
+    LOAD = 8
+    STORE = 9
+    ACQUIRE = 10
+    RELEASE = 11
+    SHARED = 12
+    POLL = 13
+    FREE = 14
+    EMPTY = 15
+    ZERO_TRIP = 16
+
+
+class Change(IntEnum):
+    """Mistakes that a mutant can make at its points; as mk::host::Change."""
+
+    NONE = 0
+    DROP = 1
+    TWICE = 2
+    HALVE = 3
+    MORE = 4
+    FLIP = 5
+    RELAX = 6
+    NARROW = 7
+
+
 class HangRecord(ctypes.Structure):
     """One thread that waited when nobody could run; words as in mk::WaitInfo."""
 
@@ -56,6 +91,12 @@ class RaceRecord(ctypes.Structure):
     ]
 
 
+class PointRecord(ctypes.Structure):
+    """A point that a launch has passed; as mk::host::PointRecord."""
+
+    _fields_ = [("key", ctypes.c_uint64), ("kind", ctypes.c_uint32), ("stack", ctypes.c_uint32 * 8)]
+
+
 class LaunchResult(ctypes.Structure):
     """Filled by a launch, but for the room for hangs and races."""
 
@@ -75,6 +116,8 @@ class LaunchResult(ctypes.Structure):
         ("parks", ctypes.c_uint64),
         ("copies", ctypes.c_uint64),
         ("fingerprint", ctypes.c_uint64),
+        ("changes", ctypes.c_uint64),
+        ("point_count", ctypes.c_uint32),
         ("message", ctypes.c_char * 256),
     ]
 
@@ -95,4 +138,10 @@ class LaunchArgs(ctypes.Structure):
         ("step_limit", ctypes.c_uint64),
         ("policy", ctypes.c_uint64),
         ("result", ctypes.POINTER(LaunchResult)),
+        ("points", ctypes.POINTER(PointRecord)),
+        ("point_capacity", ctypes.c_uint32),
+        ("change", ctypes.c_uint32),
+        ("changed", ctypes.c_uint32),
+        ("changed_count", ctypes.c_uint32),
+        ("changed_points", ctypes.POINTER(ctypes.c_uint64)),
     ]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.diagnostics import declare, error
-from megadsl.emulate.abi import BUFFERS, HangRecord, LaunchArgs, LaunchResult, Policy, RaceRecord, Status
+from megadsl.emulate.abi import BUFFERS, HangRecord, LaunchArgs, LaunchResult, PointRecord, Policy, RaceRecord, Status
+from megadsl.emulate.mutants import Mutant
 from megadsl.emulate.races import Race, describe_races
 
 FAULT = declare(
@@ -26,6 +27,7 @@ BAD_LAUNCH = declare(
 
 _MAX_HANGS = 256
 _MAX_RACES = 64
+_MAX_POINTS = 8192
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """How a launch went. ``hangs`` is empty when it ended by itself.
+    """How a launch went. ``hung``: it had to be told to leave; ``hangs`` are then the threads that waited, if any did.
 
     ``steps`` counts resumed warps, ``collectives`` the operations of whole warps, ``parks`` the polls that put a thread to
     sleep, ``copies`` the asynchronous operations. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
@@ -52,7 +54,8 @@ class LaunchReport:
     The rest is for builds with the race detector. ``races`` are the first 64 distinct ones of ``races_found``. What rests on
     assumptions about hardware (docs/ptx-notes.md) is counted, in pieces of 2 bytes: ``observed`` are writes that come after a
     read only because a relaxed load saw a relaxed store, ``refilled`` copies onto what was read without a proxy fence between.
-    ``stale`` counts relaxed loads that were given an older value.
+    ``stale`` counts relaxed loads that were given an older value. ``points`` are those that a launch was asked to record, and
+    ``changes`` is how often its mutant made its mistake.
     """
 
     hangs: tuple[Hang, ...]
@@ -66,13 +69,16 @@ class LaunchReport:
     observed: int = 0
     refilled: int = 0
     stale: int = 0
+    points: tuple[PointRecord, ...] = ()
+    changes: int = 0
+    hung: bool = False
 
 
 class Emulator:
     """A library from :func:`megadsl.build.host.build_library`; ``source`` is the text it was made from, for reports of races."""
 
     def __init__(self, library: Path, source: str = "") -> None:
-        self._path = library
+        self.path = library
         self._source = source
         self._library = ctypes.CDLL(str(library))
         self._run = self._library.mk_host_run
@@ -80,7 +86,15 @@ class Emulator:
         self._run.restype = ctypes.c_int
 
     def launch(
-        self, manifest: Mapping[str, Any], buffers: Mapping[str, int], *, seed: int = 0, step_limit: int = 0, policy: int = 0
+        self,
+        manifest: Mapping[str, Any],
+        buffers: Mapping[str, int],
+        *,
+        seed: int = 0,
+        step_limit: int = 0,
+        policy: int = 0,
+        mutant: Mutant | None = None,
+        record_points: bool = False,
     ) -> LaunchReport:
         """Run one launch to its end.
 
@@ -88,6 +102,7 @@ class Emulator:
         buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
         accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
         same seed, ``policy`` (an abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
+        ``mutant`` and ``record_points`` are for builds with the race detector; others take no notice.
 
         A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
         (misaligned or outside access, misused barrier, divergent collective) and MK361 for a launch that does not fit.
@@ -96,6 +111,8 @@ class Emulator:
         sizes = manifest.get("buffers", {})
         hangs = (HangRecord * _MAX_HANGS)()
         races = (RaceRecord * _MAX_RACES)()
+        points = (PointRecord * (_MAX_POINTS if record_points else 0))()
+        keys = mutant.place.keys if mutant is not None else ()
         result = LaunchResult(hangs=hangs, hang_capacity=_MAX_HANGS, races=races, race_capacity=_MAX_RACES)
         args = LaunchArgs(
             buffers=(ctypes.c_void_p * len(BUFFERS))(*(buffers.get(name) or None for name in BUFFERS)),
@@ -107,17 +124,25 @@ class Emulator:
             cluster=manifest.get("cluster", 1),
             smem_bytes=manifest["smem_bytes"],
             seed=seed,
-            step_limit=step_limit,
+            step_limit=step_limit or (mutant.step_limit if mutant is not None else 0),
             policy=Policy(policy),
             result=ctypes.pointer(result),
+            points=points,
+            point_capacity=len(points),
+            change=mutant.change if mutant is not None else 0,
+            changed=mutant.place.kind if mutant is not None else 0,
+            changed_count=len(keys),
+            changed_points=(ctypes.c_uint64 * len(keys))(*keys),
         )
         status = Status(self._run(ctypes.byref(args)))
         if status == Status.FAULT:
-            found = describe_races(races[: result.race_count], self._path, self._source)
+            found = describe_races(races[: result.race_count], self.path, self._source)
             raise error(FAULT, what=result.message.decode(errors="replace"), detail="\n".join(map(str, found)))
         if status == Status.BAD_ARGS:
             raise error(BAD_LAUNCH, blocks=args.blocks, cluster=args.cluster, threads=args.threads, words=len(shape))
-        return replace(_report(result, hangs), races=describe_races(races[: result.race_count], self._path, self._source))
+        found = describe_races(races[: result.race_count], self.path, self._source)
+        report = _report(result, hangs)
+        return replace(report, races=found, points=tuple(points[: result.point_count]), hung=status == Status.HUNG)
 
     def switch_ns(self) -> float:
         """Nanoseconds of one switch between fibers, measured now."""
@@ -139,4 +164,5 @@ def _report(result: LaunchResult, hangs: ctypes.Array[HangRecord]) -> LaunchRepo
         observed=result.observed,
         refilled=result.refilled,
         stale=result.stale,
+        changes=result.changes,
     )

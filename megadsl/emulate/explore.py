@@ -116,6 +116,6 @@ def _findings(report: LaunchReport, seed: int, policy: Policy) -> list[Finding]:
     found = []
     if report.races:
         found.append(Finding(seed, policy, "race", "\n".join(map(str, report.races)), report.races))
-    if report.hangs:
+    if report.hung:
         found.append(Finding(seed, policy, "hang", "\n".join(map(str, report.hangs))))
     return found

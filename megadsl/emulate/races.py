@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadsl.diagnostics import Diagnostic, declare, diagnose, error
+from megadsl.diagnostics import Diagnostic, declare, diagnose
 from megadsl.emulate.abi import BUFFERS, RaceRecord, RaceSide
+from megadsl.emulate.frames import Frame, frames_at, spec_of
 from megadsl.source import UNKNOWN, Span
-
-NO_ADDR2LINE = declare(
-    "MK362",
-    "no addr2line on PATH; the race detector names lines with it",
-    "apt install binutils  (or your system's package of GNU binutils)",
-)
 
 DATA_RACE = declare(
     "MK363",
@@ -45,18 +37,6 @@ _CODES = dict(zip(KINDS, (DATA_RACE, PROXY_RACE, MIXED_SIZES, UNFENCED_BARRIER),
 _WRITE, _STRONG, _ASYNC, _PLAIN = 1, 2, 4, 8
 _COPY_LANE = 32
 _NO_SITE = 0xFFFF
-
-_ROLE = re.compile(r"//\s*role: (\S+)")
-_OP = re.compile(r"//\s*([^:]+):.*\[([^\[\]]+:\d+)\]\s*$")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A place in the kernel's text or its headers. ``file`` is the file's name without its folder."""
-
-    function: str
-    file: str
-    line: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +109,7 @@ def describe_races(records: Sequence[RaceRecord], library: Path, text: str) -> t
         return ()
     source = text.splitlines()
     addresses = sorted({pc for record in records for side in (record.now, record.before) for pc in side.stack if pc})
-    frames = dict(zip(addresses, _frames(library, addresses), strict=True))
+    frames = frames_at(library, addresses)
     return tuple(
         Race(
             kind=KINDS[record.kind],
@@ -141,36 +121,6 @@ def describe_races(records: Sequence[RaceRecord], library: Path, text: str) -> t
         )
         for record in records
     )
-
-
-def _frames(library: Path, addresses: Sequence[int]) -> Iterable[tuple[Frame, ...]]:
-    """Inlined calls included, innermost first. The addresses are return addresses: the call is the byte before."""
-    tool = shutil.which("addr2line")
-    if tool is None:
-        raise error(NO_ADDR2LINE)
-    command = [tool, "-e", str(library), "-a", "-f", "-i", "-C", *(hex(address - 1) for address in addresses)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found: list[list[Frame]] = []
-    names: list[str] = []
-    for text in lines:
-        if text.startswith("0x"):
-            found.append([])
-        elif not names:
-            names.append(text)
-        else:
-            file, _, line = text.partition(" ")[0].rpartition(":")
-            found[-1].append(Frame(_short(names.pop()), Path(file).name, int(line) if line.isdigit() else 0))
-    return [tuple(frames) for frames in found]
-
-
-def _short(function: str) -> str:
-    """The function's name without return type, template arguments and parameters."""
-    while "<" in function:
-        smaller = re.sub(r"<[^<>]*>", "", function)
-        if smaller == function:
-            break
-        function = smaller
-    return function.partition("(")[0].split(" ")[-1] or function
 
 
 def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequence[str]) -> Access:
@@ -198,16 +148,3 @@ def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequen
 def _how(flags: int) -> str:
     words = [word for bit, word in ((_ASYNC, "copy"), (_STRONG, "strong"), (_PLAIN, "plain")) if flags & bit]
     return " ".join([*words, "write" if flags & _WRITE else "read"])
-
-
-def spec_of(source: Sequence[str], line: int) -> tuple[str, str, str]:
-    """Role, op and spec line that the comments above a line of kernel.cu name."""
-    op = span = ""
-    for text in reversed(source[:line]):
-        role = _ROLE.search(text)
-        if role:
-            return role[1], op, span
-        found = _OP.search(text)
-        if found and not op:
-            op, span = found[1].strip(), found[2]
-    return "", op, span

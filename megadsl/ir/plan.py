@@ -16,6 +16,9 @@ from megadsl.ir.schedule import Schedule, Sync
 from megadsl.source import Span
 from megadsl.types import Level
 
+FIRST_EPOCH = 1
+"""The epoch of the first launch on a fresh exchange arena, which the host gives."""
+
 
 class Verb(Enum):
     """What an instruction does, as far as synchronisation is concerned."""

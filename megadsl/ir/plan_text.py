@@ -20,15 +20,19 @@ def print_plan(plan: Plan) -> str:
 def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     yield "schedule", list(_schedule(plan))
     yield "exchanges", list(_exchanges(plan))
-    yield f"shared memory ({plan.smem_bytes} bytes)", [
-        f"{a.offset:>7} {a.bytes:>7}  {a.name}{'  (overlay)' if a.overlay else ''}" for a in plan.areas
-    ]
+    yield (
+        f"shared memory ({plan.smem_bytes} bytes)",
+        [f"{a.offset:>7} {a.bytes:>7}  {a.name}{'  (overlay)' if a.overlay else ''}" for a in plan.areas],
+    )
     yield "stage records", [f"{s.op:<28} {s.bytes:>6} bytes  {s.format}" for s in plan.stages]
-    yield "weights", [
-        f"{r.offset:>12} +{r.layer_stride:<10} {r.bytes:>11} bytes  {r.kind:<6} {r.name}: "
-        + ", ".join(f"{s.weight} ({s.rows} rows, {s.order})" for s in r.sources)
-        for r in plan.packs
-    ]
+    yield (
+        "weights",
+        [
+            f"{r.offset:>12} +{r.layer_stride:<10} {r.bytes:>11} bytes  {r.kind:<6} {r.name}: "
+            + ", ".join(f"{s.weight} ({s.rows} rows, {s.order})" for s in r.sources)
+            for r in plan.packs
+        ],
+    )
     for program in plan.programs:
         yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}", list(_program(program.body))
     yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]

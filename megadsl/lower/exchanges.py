@@ -84,7 +84,7 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     name = f"{op.name}.parts"
     units = op.kv_heads * schedule.op(op.name).splits
     rows = op.heads // op.kv_heads * graph.tokens
-    vectors = rows * (op.head_dim // 4 + 1)
+    vectors = rows * row_vectors(op.head_dim)
     uses = "1" if op.loop is None else "layers"
     return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
 
@@ -95,6 +95,11 @@ def _column_parts(arena: _Arena, op: Linear, graph: Graph, schedule: Schedule) -
     vectors = largest_share(shares, schedule.blocks, offset) * tiling(op).fold * graph.tokens * 2
     name, uses = f"{op.name}.parts", "1" if op.loop is None else "layers"
     return arena.place(name, schedule.edge(name).sync, "f32", schedule.blocks, vectors, Sharing(shares, offset), uses, op)
+
+
+def row_vectors(head_dim: int) -> int:
+    """16-byte vectors of one query row of a partial result: fp32 values, then {maximum, sum}; AttentionTiling::kVectors."""
+    return head_dim // 4 + 1
 
 
 def _same_share(initial: Op, share: Sharing, features: int, schedule: Schedule) -> None:

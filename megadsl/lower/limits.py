@@ -11,12 +11,12 @@ from megadsl.lower.tiling import GROUP_ROWS
 OPERANDS = declare(
     "MK171",
     "{op!r} reads {count} activations through one expression; a prologue gathers at most 2",
-    "let one of them come from a linear, so that it is combined in that linear's epilogue",
+    "let two of them be rows of one linear, mk.linear(x, w_a, w_b), whose epilogue combines them with values from before it",
 )
 PARTS = declare(
     "MK172",
     "the expression after {op!r} combines {count} matrices row by row; at most 2 can be folded",
-    "split it into two expressions",
+    "combine two of them, pass the result through another mk.linear, and combine that one's output with the third",
 )
 SPREAD = declare("MK173", "queries, keys and values of {op!r} come from different linears", "compute them in one linear of several weights")
 ROPE_DIMS = declare(
@@ -30,6 +30,9 @@ UNALIGNED = declare(
 CARRIED = declare(
     "MK175", "the loop-carried value {value!r} begins as the result of {op!r}, which is no embedding", "start the loop from mk.embed(...)"
 )
+EMBEDS = declare(
+    "MK225", "{op!r} is an embedding, but not the first op of the kernel", "embed the tokens once, first, and use that tensor again"
+)
 OUTER = declare("MK176", "{op!r} is an attention outside mk.layers", "put it inside the layer loop")
 
 
@@ -38,6 +41,9 @@ def check_graph(graph: Graph) -> None:
     with collecting() as found:
         for op in graph.ops:
             _check_op(op, found)
+        for op in graph.ops[1:]:  # what an embedding stages overwrites what the op before it still publishes
+            if isinstance(op, Embed):
+                found.add(EMBEDS, op.span, op=op.name)
         for value in graph.values:
             if value.initial is not None and not isinstance(graph.op(value.initial), Embed):
                 found.add(CARRIED, value.span, value=value.name, op=value.initial)

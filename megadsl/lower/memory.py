@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megadsl.diagnostics import collecting, declare, error
+from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
@@ -14,7 +15,7 @@ from megadsl.ir.schedule import Ring, Schedule
 from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
-from megadsl.lower.schedule import MAX_STAGES
+from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
 from megadsl.source import Span
@@ -23,7 +24,7 @@ from megadsl.types import KIB, ceil_div, round_up
 DOES_NOT_FIT = declare(
     "MK170",
     "shared memory: {need} bytes are needed, {arch} gives a block {have}",
-    "use fewer ring stages ({fit} would fit), smaller stages, or fewer tokens",
+    "use {how}, or fewer tokens",
 )
 HELD = declare(
     "MK177",
@@ -54,8 +55,14 @@ class Memory:
         return dict(self.chunks)[op]
 
 
-def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...]) -> Memory:
-    """Lay out everything but the rings, then give the rings what is left (or what the user asked for, if it fits)."""
+def plan_memory(
+    graph: Graph, schedule: Schedule, machine: Machine, exchanges: tuple[Exchange, ...], overrides: Overrides | None = None
+) -> Memory:
+    """Lay out everything but the rings, then give the rings what is left (or what the user asked for, if it fits).
+
+    Raises MK170 and MK177 at the line of ``overrides`` that sized the ring, else at the kernel's or the op's.
+    """
+    asked = overrides or Overrides(schedule.arch, ())
     chunks = {op.name: chunk_pieces(op, graph, schedule) for op in graph.ops if isinstance(op, Linear)}
     areas: list[Area] = []
     at = 0
@@ -69,8 +76,8 @@ def plan_memory(graph: Graph, schedule: Schedule, machine: Machine, exchanges: t
             areas.append(Area(name, end, size, overlay=True))
             end += round_up(size, 128)
         at = max(at, end)
-    rings, placed, total = _rings(schedule, machine, areas, at, graph.span)
-    _check_held(graph, schedule, rings)
+    rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
+    _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
 
 
@@ -197,18 +204,21 @@ def _rings(
         need = at + (MIN_STAGES * max(r.stage_bytes for _, r in rings) if short else 0)
         ring_bytes = sum(r.stages * r.stage_bytes for r in sized.values())
         stage = max(r.stage_bytes for _, r in rings)
-        fit = max(0, (machine.smem_per_block - (at - ring_bytes)) // stage)
+        room = max(0, machine.smem_per_block - (at - ring_bytes))
+        fit, smaller = room // stage, room // MIN_STAGES // STAGE_UNIT * STAGE_UNIT
+        how = f"at most {fit} ring stages" if fit >= MIN_STAGES else f"stages of at most {smaller} bytes"
         table = "\n".join(f"    {a.name:<24} {a.bytes:>8} bytes{' (overlay)' if a.overlay else ''}" for a in placed)
-        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_per_block, fit=fit)
+        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_per_block, how=how)
     return tuple(rings), placed, at
 
 
-def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...]) -> None:
+def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...], asked: Overrides) -> None:
     """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself."""
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
             need = len(vectors(op)) if isinstance(op, Linear) else 0
-            ring = by_role[schedule.op(op.name).loader]
+            role = schedule.op(op.name).loader
+            ring = by_role[role]
             if ring.stages < need:
-                found.add(HELD, op.span, ring=ring.name, stages=ring.stages, op=op.name, need=need)
+                found.add(HELD, asked.said(op.span, "stages", ring.name, role), ring=ring.name, stages=ring.stages, op=op.name, need=need)

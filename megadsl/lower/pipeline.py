@@ -63,7 +63,7 @@ def _schedule(state: Lowering) -> None:
     schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv)
     if state.overrides is not None:
         schedule = apply(schedule, state.graph, state.overrides)
-    verify_schedule(state.graph, schedule, state.machine)
+    verify_schedule(state.graph, schedule, state.machine, state.overrides)
     state.schedule = balance(state.graph, schedule)
 
 
@@ -83,7 +83,7 @@ def _pack(state: Lowering) -> None:
 
 
 def _memory(state: Lowering) -> None:
-    state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges)
+    state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
     state.schedule = replace(state.schedule, rings=state.memory.rings)
 
 

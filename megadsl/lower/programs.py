@@ -218,7 +218,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (writes,),
-        "own_groups * pieces", prologue, ("refill", "gathered", "partials", "end"),
+        "own_groups * pieces", prologue, _meetings(builder, op),
         {"linear": op, "ring": ring_role, "rope": _rotated(op), "parts": "", **parts},
     )  # fmt: skip
     if split:
@@ -254,6 +254,14 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
     yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
     yield from _results(builder, op, role)
+
+
+def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
+    """Barriers of mk::run_tiles."""
+    ways = builder.schedule.op(op.name).ways
+    refill = () if builder.chunks[op.name] * ways == tiling(op).pieces else ("refill",)
+    ends = op.out is not None if ways == 1 else builder.exchange(f"{op.name}.parts").wire == "Flag"
+    return (*refill, "gathered", "partials", *(("end",) if ends else ()))
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
@@ -311,7 +319,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     full = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
     ancestors = Region("control", "ancestors", Level.GPU)
     reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK), ancestors)
-    syncs = ("gathered", "parts", "published", "end", "idle")
+    syncs = tuple(_unit_meetings(builder, op, parts))
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
@@ -320,6 +328,26 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
     yield builder.stamp(op.name, "parts", op.span)
+
+
+def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator[str]:
+    """Barriers of mk::run_attention."""
+    units, blocks, tiles = op.kv_heads * builder.schedule.op(op.name).splits, builder.schedule.blocks, query_tiles(op, builder.graph.tokens)
+    if units > blocks:
+        yield "again"
+    yield "gathered"
+    if tiles > builder.schedule.consumer.warps:
+        yield "next"
+    yield "parts"
+    if parts.wire == "Flag":
+        yield "published"
+    if units < blocks:
+        yield "idle"
+
+
+def query_tiles(op: Attention, tokens: int) -> int:
+    """m16 tiles of query rows that share a KV head; a warp takes one at a time."""
+    return ceil_div(op.heads // op.kv_heads * tokens, 16)
 
 
 def _unit_features(op: Attention) -> ValueRef:

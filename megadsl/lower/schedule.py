@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
-from megadsl.types import KIB, ceil_div
+from megadsl.types import KIB, ceil_div, round_up
 
 LOADER = "loader"
 CONSUMER = "consumer"
@@ -33,16 +34,16 @@ REGISTERS = declare(
     "{warps} warps leave {registers} registers per thread; the consumer role needs at least {need}",
     "use fewer warps",
 )
-BAD_BLOCKS = declare(
-    "MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks"
-)
+BAD_BLOCKS = declare("MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks")
 BAD_STAGE = declare(
     "MK164",
-    "ring {ring!r} has stages of {stage} bytes, but {what} needs {need}",
-    "use stage_bytes of at least {need}, a multiple of 128",
+    "ring {ring!r} has stages of {stage} bytes, but {what} needs {need} in multiples of {unit}",
+    "use stage_bytes={need} or a larger multiple of {unit}",
 )
 BAD_SLOTS = declare(
-    "MK165", "{kind} on {value!r} has {slots} slots", "use a power of two that is at least {least}"
+    "MK165",
+    "{kind} on {value!r} has {slots} slots",
+    "use a power of two that is at least {least}, as in mk.{kind}(slots=4)",
 )
 BAD_COUNT = declare("MK166", "{what} is {value}", "choose a value from {low} to {high}")
 LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}")
@@ -62,9 +63,7 @@ BAD_WAYS = declare(
     "split a linear without a norm in front, in whole tiles: here {choices} parts are possible",
 )
 
-NO_RING = declare(
-    "MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)"
-)
+NO_RING = declare("MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)")
 BAD_ROLES = declare(
     "MK179",
     "a block needs one consumer role and loaders of one warp each; the roles are {roles}",
@@ -81,6 +80,9 @@ L2_NOTHING = declare(
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MIN_REGISTERS = 128
 MAX_STAGES = 64
+MAX_BATCH = 32
+MAX_KV = 1 << 24  # rows
+STAGE_UNIT = 128  # bytes
 L2_BYTES = 16  # the bulk prefetch's granule
 
 
@@ -182,35 +184,38 @@ def _level(load: list[int], shares: int, share_bytes: int) -> int:
     return min(offsets, key=lambda o: max(_added(load, shares, o, share_bytes)))
 
 
-def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine) -> None:
-    """Refuse what the machine or the kernel cannot do; every finding at once."""
-    _check_roles(schedule, graph)
+def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> None:
+    """Refuse what the machine or the kernel cannot do; every finding at once, at the line of ``overrides`` that asks for it."""
+    asked = overrides or Overrides(schedule.arch, ())
+    _check_roles(schedule, graph, asked)
     with collecting() as found:
-        _check_warps(schedule, machine, graph, found)
-        _check_rings(graph, schedule, machine, found)
-        _check_edges(schedule, graph, found)
-        _check_ops(schedule, graph, machine, found)
+        _check_warps(schedule, machine, graph, asked, found)
+        _check_rings(graph, schedule, machine, asked, found)
+        _check_edges(schedule, graph, asked, found)
+        _check_ops(schedule, graph, machine, asked, found)
 
 
-def _check_roles(schedule: Schedule, graph: Graph) -> None:
+def _check_roles(schedule: Schedule, graph: Graph, asked: Overrides) -> None:
     """Raises at once: what comes after relies on the consumer role and on a ring per loader."""
     rings = dict(schedule.rings)
     with collecting() as found:
-        consumers = sum(r.kind == "consumer" for r in schedule.roles)
-        if consumers != 1 or any(r.kind == "loader" and r.warps != 1 for r in schedule.roles):
+        consumers = [r.name for r in schedule.roles if r.kind == "consumer"]
+        wide = [r.name for r in schedule.roles if r.kind == "loader" and r.warps != 1]
+        if len(consumers) != 1 or wide:
             roles = ", ".join(f"{r.name} ({r.kind}, {r.warps} warps)" for r in schedule.roles)
-            found.add(BAD_ROLES, graph.span, roles=roles)
+            found.add(BAD_ROLES, asked.said(graph.span, ("kind", "warps"), *(wide or consumers)), roles=roles)
         for role in schedule.roles:
-            if role.kind == "loader" and role.name not in rings:
-                found.add(NO_RING, graph.span, role=role.name)
+            if role.kind == "loader" and role.name not in rings and consumers:
+                found.add(NO_RING, asked.said(graph.span, "kind", role.name), role=role.name)
 
 
-def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collector) -> None:
+def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overrides, found: Collector) -> None:
     blocks, bulk_prefetch = schedule.blocks, "l2_bulk_prefetch"
-    for op in schedule.ops:
-        span = graph.op(op.op).span
+    for op in schedule.ops if blocks > 0 else ():
+        default = graph.op(op.op).span
+        span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
-            found.add(BAD_HINT, span, hint=op.prefetch.hint, op=op.op)
+            found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
         if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
             found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
         if op.prefetch.l2_bytes and not isinstance(graph.op(op.op), Linear):
@@ -218,14 +223,16 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, found: Collec
         if op.prefetch.l2_bytes % L2_BYTES:
             found.add(L2_UNIT, span, op=op.op, bytes=op.prefetch.l2_bytes)
         if not 0 <= op.share_offset < blocks:
-            found.add(BAD_COUNT, span, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
+            where = asked.said(default, "share_offset", op.op)
+            found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
         if not 1 <= op.splits <= blocks:
-            found.add(BAD_COUNT, span, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
-        if _check_ways(graph, op, found):
-            _check_chunk(graph, op, found)
+            where = asked.said(default, "splits", op.op)
+            found.add(BAD_COUNT, where, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
+        if _check_ways(graph, op, asked, found):
+            _check_chunk(graph, op, asked, found)
 
 
-def _check_ways(graph: Graph, how: OpSchedule, found: Collector) -> bool:
+def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> bool:
     """Whether the columns can be split as the schedule says."""
     op = graph.op(how.op)
     why = why_whole(op) if isinstance(op, Linear) else "it is no linear"
@@ -233,11 +240,12 @@ def _check_ways(graph: Graph, how: OpSchedule, found: Collector) -> bool:
     if how.ways == 1 or (how.ways > 0 and pieces % how.ways == 0):
         return True
     choices = ", ".join(str(w) for w in range(1, pieces + 1) if pieces % w == 0)
-    found.add(BAD_WAYS, op.span, op=op.name, ways=how.ways, why=why or f"they are {pieces} tiles", choices=choices)
+    where = asked.said(op.span, "ways", how.op)
+    found.add(BAD_WAYS, where, op=op.name, ways=how.ways, why=why or f"they are {pieces} tiles", choices=choices)
     return False
 
 
-def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:
+def _check_chunk(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> None:
     op = graph.op(how.op)
     if how.chunk == 0:
         return
@@ -245,43 +253,46 @@ def _check_chunk(graph: Graph, how: OpSchedule, found: Collector) -> None:
     whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
     if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
         why = " and its prologue must see whole rows" if whole else " in a part of its columns" if how.ways > 1 else ""
-        found.add(BAD_CHUNK, op.span, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
+        found.add(BAD_CHUNK, asked.said(op.span, "chunk", how.op), op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 
 def _having(feature: str) -> str:
     return ", ".join(sorted(arch for arch, m in MACHINES.items() if feature in m.features)) or "none yet"
 
 
-def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, found: Collector) -> None:
+def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Overrides, found: Collector) -> None:
     warps = sum(r.warps for r in schedule.roles)
+    span = asked.said(graph.span, "warps")
     if warps > machine.max_warps_per_block:
-        found.add(TOO_MANY_WARPS, graph.span, warps=warps, arch=machine.arch, limit=machine.max_warps_per_block)
+        found.add(TOO_MANY_WARPS, span, warps=warps, arch=machine.arch, limit=machine.max_warps_per_block)
     else:
         registers = machine.registers_per_sm // (warps * WARP_THREADS)
         if registers < MIN_REGISTERS:
-            found.add(REGISTERS, graph.span, warps=warps, registers=registers, need=MIN_REGISTERS)
+            found.add(REGISTERS, span, warps=warps, registers=registers, need=MIN_REGISTERS)
     if not 1 <= schedule.blocks <= machine.sms:
-        found.add(BAD_BLOCKS, graph.span, blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
+        found.add(BAD_BLOCKS, asked.said(graph.span, "blocks"), blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
     need = ceil_div(4 * graph.tokens, WARP_THREADS)  # one thread per (token, row pair) of a group
     if schedule.consumer.warps < need:
         most = machine.max_warps_per_block - 1
-        found.add(BAD_COUNT, graph.span, what="the number of consumer warps", value=schedule.consumer.warps, low=need, high=most)
-    if not 1 <= schedule.batch <= 32:
-        found.add(BAD_COUNT, graph.span, what="batch", value=schedule.batch, low=1, high=32)
-    if schedule.max_kv < graph.tokens:
-        found.add(BAD_COUNT, graph.span, what="max_kv", value=schedule.max_kv, low=graph.tokens, high=1 << 24)
+        found.add(BAD_COUNT, span, what="the number of consumer warps", value=schedule.consumer.warps, low=need, high=most)
+    if not 1 <= schedule.batch <= MAX_BATCH:
+        found.add(BAD_COUNT, asked.said(graph.span, "batch"), what="batch", value=schedule.batch, low=1, high=MAX_BATCH)
+    if not graph.tokens <= schedule.max_kv <= MAX_KV:
+        found.add(BAD_COUNT, asked.said(graph.span, "max_kv"), what="max_kv", value=schedule.max_kv, low=graph.tokens, high=MAX_KV)
 
 
-def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, found: Collector) -> None:
+def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, asked: Overrides, found: Collector) -> None:
     for feature in ("bulk_copy", "mbarrier"):
         if feature not in machine.features:
             found.add(LACKS, graph.span, what="the ring", feature=feature, arch=machine.arch, having=_having(feature))
     for role, ring in schedule.rings:
         if ring.stages > MAX_STAGES:
-            found.add(BARRIERS, graph.span, ring=ring.name, stages=ring.stages, limit=MAX_STAGES)
-        for what, need in _stage_needs(graph, schedule, role):
-            if ring.stage_bytes < need or ring.stage_bytes % 128:
-                found.add(BAD_STAGE, graph.span, ring=ring.name, stage=ring.stage_bytes, what=what, need=need)
+            found.add(BARRIERS, asked.said(graph.span, "stages", ring.name, role), ring=ring.name, stages=ring.stages, limit=MAX_STAGES)
+        what, need = max(_stage_needs(graph, schedule, role), key=lambda n: n[1], default=("a copy", STAGE_UNIT))
+        if ring.stage_bytes < need or ring.stage_bytes % STAGE_UNIT:
+            span = asked.said(graph.span, "stage_bytes", ring.name, role)
+            need = round_up(need, STAGE_UNIT)
+            found.add(BAD_STAGE, span, ring=ring.name, stage=ring.stage_bytes, what=what, need=need, unit=STAGE_UNIT)
 
 
 def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str, int]]:
@@ -298,10 +309,10 @@ def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str,
     return needs
 
 
-def _check_edges(schedule: Schedule, graph: Graph, found: Collector) -> None:
+def _check_edges(schedule: Schedule, graph: Graph, asked: Overrides, found: Collector) -> None:
     for edge in schedule.edges:
         least = 4 if isinstance(edge.sync, Sentinel) else 2
         slots = edge.sync.slots
         if slots < least or slots & (slots - 1):
-            span = graph.op(edge.producer).span
+            span = asked.said(graph.op(edge.producer).span, "sync", edge.producer)
             found.add(BAD_SLOTS, span, kind=type(edge.sync).__name__, value=edge.value, slots=slots, least=least)

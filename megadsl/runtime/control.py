@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megadsl.emulate.abi import SITE_BARRIER, SITE_CLUSTER
+from megadsl.ir.plan import FIRST_EPOCH
 
 # u32 words of mk::Control
 ERROR, EPOCH, KV_LEN, N_TOKENS, FLAGS, TIMEOUT_US, STEPS, ABORT = range(8)
-TOKEN_IDS, POSITIONS, ANCESTORS, NEXT_IDS, RECORD = 8, 24, 40, 56, 72
+TOKEN_IDS, POSITIONS, ANCESTORS, NEXT_IDS, RECORD, CHAOS = 8, 24, 40, 56, 72, 80
 WORDS = 128
 MOST_TOKENS = 16
 
 ADVANCE = 1  # flag bit: the kernel itself prepares the next step, with the token that it chose
 
-_FIRST_EPOCH = 1
 _RECORD_NAMES = ("site", "block", "warp", "layer", "tile", "expected", "observed")
 
 # what the emulator reports for waits that are no mk::wait
@@ -79,27 +80,38 @@ def recorded_wait(manifest: Mapping[str, Any], words: Sequence[int]) -> Wait:
 
 
 class Control:
-    """Host access to a control block. ``words`` is its int32 tensor of 128 words, where the kernel reads it."""
+    """Host access to a control block. ``words`` is its int32 tensor of 128 words, where the kernel reads it.
 
-    def __init__(self, words: torch.Tensor, timeout_us: int) -> None:
+    Every method writes inside ``turn()``, which orders it among the launches.
+    """
+
+    def __init__(self, words: torch.Tensor, timeout_us: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.words = words
         self._timeout_us = timeout_us
+        self._turn = turn
         self.reset()
 
     def reset(self) -> None:
         """As before the first launch: epoch 1, an empty KV cache, no error."""
         fresh = torch.zeros(WORDS, dtype=torch.int32)
-        fresh[EPOCH], fresh[TIMEOUT_US] = _FIRST_EPOCH, self._timeout_us
-        self.words.copy_(fresh)
+        fresh[EPOCH], fresh[TIMEOUT_US] = FIRST_EPOCH, self._timeout_us
+        with self._turn():
+            self.words.copy_(fresh)
 
     def clear_error(self) -> None:
         """Forget an aborted launch: epoch 1, no error; the inputs stay, so that the launch can be repeated."""
-        now = self.words.cpu()
-        for word in (ERROR, STEPS, ABORT):
-            now[word] = 0
-        now[EPOCH] = _FIRST_EPOCH
-        now[RECORD:] = 0
-        self.words.copy_(now)
+        with self._turn():
+            now = self.words.cpu()
+            for word in (ERROR, STEPS, ABORT):
+                now[word] = 0
+            now[EPOCH] = FIRST_EPOCH
+            now[RECORD:CHAOS] = 0
+            self.words.copy_(now)
+
+    def set_chaos(self, seed: int) -> None:
+        """The seed (0 to 2**31 - 1) of the delays of the next launches, in a build with MK_CHAOS; 0: none."""
+        with self._turn():
+            self.words[CHAOS] = seed
 
     def set_inputs(self, kv_len: int, ids: Sequence[int], positions: Iterable[int], ancestors: Iterable[int], flags: int = 0) -> None:
         """What the next launch reads: up to 16 token ids, their positions and ancestor masks, the rows in the KV cache."""
@@ -107,5 +119,6 @@ class Control:
         lists = torch.zeros(3, MOST_TOKENS, dtype=torch.int32)
         for row, values in zip(lists, (ids, positions, ancestors), strict=True):
             row[: len(ids)] = torch.tensor(list(values), dtype=torch.int32)
-        self.words[KV_LEN : TIMEOUT_US + 1].copy_(head)
-        self.words[TOKEN_IDS:NEXT_IDS].copy_(lists.flatten())
+        with self._turn():
+            self.words[KV_LEN : TIMEOUT_US + 1].copy_(head)
+            self.words[TOKEN_IDS:NEXT_IDS].copy_(lists.flatten())

@@ -34,9 +34,9 @@ WRONG_ARCH = declare(
 )
 NOT_RESIDENT = declare(
     "MK444",
-    "a grid of {blocks} blocks cannot be co-resident: this GPU holds {per_sm} per SM x {sms} SMs = {capacity}"
+    "a grid of {blocks} blocks cannot be co-resident: there is room for {per_sm} per SM x {sms} SMs = {capacity}"
     " ({threads} threads, {smem} bytes of shared memory, {registers} registers per thread)",
-    "schedule at most {capacity} blocks, or fewer ring stages, warps or registers",
+    "schedule at most {capacity} blocks, or fewer ring stages, warps or registers; in a green context, give it more SMs",
 )
 SMEM_REFUSED = declare("MK445", "a block needs {smem} bytes of shared memory, this GPU gives at most {most}", "schedule a smaller ring")
 CALL_FAILED = declare(
@@ -90,7 +90,8 @@ class CudaKernel:
         self._library = call("cuLibraryLoadData", cubin.read_bytes(), [], [], 0, [], [], 0)
         self._function = call("cuKernelGetFunction", call("cuLibraryGetKernel", self._library, ENTRY))
         self._allow_smem(manifest["smem_bytes"], device)
-        self._check_resident(manifest, device)
+        self._blocks, self._threads, self._smem = manifest["blocks"], manifest["threads"], manifest["smem_bytes"]
+        self._require_room(torch.cuda.get_device_properties(device).multi_processor_count)
         self._config = self._launch_config(manifest)
         self._stream = 0
         # the launch reads these through raw pointers, so they live as long as the kernel
@@ -109,6 +110,13 @@ class CudaKernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise error(CALL_FAILED, call="cuLaunchKernelEx", name=status.name, text=driver.cuGetErrorString(status)[1].decode())
 
+    def admit(self, stream: int) -> None:
+        """Raise MK444 unless the SMs that the raw stream handle may use hold the grid: a green context has only some."""
+        green = call("cuStreamGetGreenCtx", driver.CUstream(stream))
+        if int(green):
+            kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            self._require_room(call("cuGreenCtxGetDevResource", green, kind).sm.smCount)
+
     def close(self) -> None:
         """Unload the cubin. No launch may be in flight."""
         call("cuLibraryUnload", self._library)
@@ -126,13 +134,11 @@ class CudaKernel:
         kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", self._function, kind, smem)
 
-    def _check_resident(self, manifest: Mapping[str, Any], device: torch.device) -> None:
-        blocks, threads, smem = manifest["blocks"], manifest["threads"], manifest["smem_bytes"]
-        per_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem)
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if per_sm * sms < blocks:
-            figures = {"blocks": blocks, "per_sm": per_sm, "sms": sms, "capacity": per_sm * sms, "threads": threads, "smem": smem}
-            raise error(NOT_RESIDENT, registers=self.registers, **figures)
+    def _require_room(self, sms: int) -> None:
+        per_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, self._threads, self._smem)
+        if per_sm * sms < self._blocks:
+            figures = {"blocks": self._blocks, "per_sm": per_sm, "sms": sms, "capacity": per_sm * sms}
+            raise error(NOT_RESIDENT, **figures, threads=self._threads, smem=self._smem, registers=self.registers)
 
     def _launch_config(self, manifest: Mapping[str, Any]) -> Any:
         cooperative = driver.CUlaunchAttribute()

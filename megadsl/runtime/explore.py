@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,53 +12,130 @@ from megadsl.build.host import DETECT
 from megadsl.emulate import LaunchReport
 from megadsl.emulate.abi import Policy
 from megadsl.emulate.explore import Run
+from megadsl.runtime.control import ADVANCE
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
-from megadsl.runtime.weights import random_weights
+from megadsl.runtime.weights import WeightSource, random_weights
 
-STEPS = 3
 WEIGHTS_SEED = 3
 
 
 class WrongResult(Exception):
-    """The logits of one schedule differ from those of the round robin without the detector."""
+    """What one schedule computed differs from what the round robin without the detector did."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a launch is given; None: what the launch before it has prepared on the device."""
+
+    kv_len: int
+    ids: tuple[int, ...]
+    flags: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that a launch leaves behind: logits fp32, the KV arena and the control block's words."""
+
+    logits: torch.Tensor
+    kv: torch.Tensor
+    control: torch.Tensor
+
+    def difference(self, other: Outcome) -> str:
+        """What differs, "" for nothing. A NaN is as good as any other: compilers may swap the operands of a sum."""
+        same = (self.logits == other.logits) | (self.logits.isnan() & other.logits.isnan())
+        found = [f"{int((~same).sum())} logits"] if not bool(same.all()) else []
+        for what, a, b in (("bytes of the KV cache", self.kv, other.kv), ("words of the control block", self.control, other.control)):
+            if not torch.equal(a, b):
+                found.append(f"{int((a != b).sum())} {what}")
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What :func:`megadsl.emulate.explore.explore` runs: a compiled kernel by its parts, so that processes can be given it.
+    """A compiled kernel by its parts, so that processes can be given it, and what is done with it.
 
-    ``manifest`` and ``source`` are the compiler's, for a few blocks. Calling it builds the kernel with the race detector
-    and gives a Run: ``STEPS`` launches of as many random tokens as the kernel takes, on random weights.
+    ``manifest`` and ``source`` are the compiler's, for a few blocks. Weights are random, but for the last row of the embedding:
+    all ones, the bits that an exchange may take for an empty slot. Cached rows are random. Launches: an empty cache; a cache of
+    several chunks; fewer tokens than the kernel takes, so that some rows are zeros; a launch that prepares the next one itself,
+    and that one; the row of all ones. Calling it builds the kernel with the race detector and gives a Run for
+    :func:`megadsl.emulate.explore.explore`.
     """
 
-    manifest: dict[str, object]
+    manifest: dict[str, Any]
     source: str
 
     def __call__(self) -> Run:
-        arena = pack_weights(self.manifest, random_weights(self.manifest, WEIGHTS_SEED), "cpu", progress=False, cache=False)
-        plain = Program(self.manifest, self.source, "cpu", arena)
-        watched = Program(self.manifest, self.source, "cpu", arena, defines={DETECT: "1"})
-        expected = [logits for logits, _ in self._steps(plain)]
+        arena = self.weights()
+        expected = [outcome for outcome, _ in self.launches(self.program(arena, {}))]
+        watched = self.program(arena, {DETECT: "1"})
 
-        def launches(seed: int, policy: Policy) -> Iterator[LaunchReport]:
+        def run(seed: int, policy: Policy) -> Iterator[LaunchReport]:
             watched.seed, watched.policy = seed, policy
-            for step, (logits, report) in enumerate(self._steps(watched)):
+            for step, (outcome, report) in enumerate(self.launches(watched)):
                 yield report
-                if not torch.equal(logits, expected[step]):
-                    raise WrongResult(f"step {step}: {int((logits != expected[step]).sum())} logits are not those of the round robin")
+                if difference := outcome.difference(expected[step]):
+                    raise WrongResult(f"launch {step}: {difference} are not those of the round robin")
 
-        return launches
+        return run
 
-    def _steps(self, program: Program) -> Iterator[tuple[torch.Tensor, LaunchReport]]:
-        tokens, vocab = int(str(self.manifest["tokens"])), int(str(self.manifest["vocab"]))
+    def weights(self) -> torch.Tensor:
+        """The packed arena of this subject's weights."""
+        return pack_weights(self.manifest, _Spiked(self.manifest), "cpu", progress=False, cache=False)
+
+    def program(self, arena: torch.Tensor, defines: Mapping[str, str]) -> Program:
+        return Program(self.manifest, self.source, "cpu", arena, defines=defines)
+
+    def inputs(self) -> list[Inputs | None]:
+        tokens, vocab, rows = (int(self.manifest[key]) for key in ("tokens", "vocab", "max_kv"))
         random = torch.Generator().manual_seed(WEIGHTS_SEED)
+
+        def some(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(0, vocab - 1, (count,), generator=random).tolist())
+
+        full = max(0, min(37, rows - 4 * tokens))
+        fewer = max(1, tokens - 1)
+        after = full + tokens + fewer
+        return [
+            Inputs(0, some(tokens)),
+            Inputs(full, some(tokens)),
+            Inputs(full + tokens, some(fewer)),
+            Inputs(after, some(tokens), ADVANCE),
+            None,
+            Inputs(after + tokens, (vocab - 1,)),
+        ]
+
+    def launches(self, program: Program) -> Iterator[tuple[Outcome, LaunchReport]]:
+        """Run the launches of :meth:`inputs`, each on outputs that were poisoned before."""
         program.reset()
-        for step in range(STEPS):
-            rows = step * tokens
-            ids = torch.randint(0, vocab, (tokens,), generator=random).tolist()
-            program.control.set_inputs(rows, ids, list(range(rows, rows + tokens)), [(2 << i) - 1 for i in range(tokens)])
+        if program.kv is not None:
+            random = torch.Generator().manual_seed(WEIGHTS_SEED)
+            cache = program.buffers["kv"].view(torch.bfloat16)
+            cache.copy_(torch.randn(cache.shape, generator=random))
+        for inputs in self.inputs():
+            if inputs is not None:
+                count = len(inputs.ids)
+                positions = range(inputs.kv_len, inputs.kv_len + count)
+                program.control.set_inputs(inputs.kv_len, inputs.ids, positions, [(2 << i) - 1 for i in range(count)], inputs.flags)
             program.logits.fill_(float("nan"))
             program.launch()
             assert program.report is not None
-            yield program.logits.clone(), program.report
+            yield Outcome(program.logits.clone(), program.buffers["kv"].clone(), program.control.words.clone()), program.report
+
+
+class _Spiked(WeightSource):
+    """Random weights whose first embedding's last row is all ones."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self._random = random_weights(manifest, WEIGHTS_SEED)
+        tables = (record["sources"][0]["weight"] for record in manifest["pack"] if record["kind"] == "table")
+        self._table = next(tables, None)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._random.shapes()
+
+    def load(self, name: str) -> torch.Tensor:
+        tensor = self._random.load(name)
+        if name == self._table:
+            tensor.view(torch.int16)[-1] = -1
+        return tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from megadsl.build.host import build_library
 from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError, declare, error
-from megadsl.emulate import Emulator, LaunchReport
+from megadsl.emulate import Emulator, LaunchReport, Mutant
 from megadsl.resources import include
-from megadsl.runtime.control import ERROR, Control, MegakernelHang, describe_wait, recorded_wait
+from megadsl.runtime.control import ERROR, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
 from megadsl.runtime.cuda import CudaKernel, check_gpu
 from megadsl.runtime.kv import KvCache, rope_table
+from megadsl.runtime.queue import LaunchQueue
 
 ARENA_SIZE = declare(
     "MK447",
@@ -31,9 +33,9 @@ BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "stamps")  
 class Snapshot:
     """A copy of the control block as it is after all launches so far; being copied until :meth:`words` has returned."""
 
-    def __init__(self, control: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if control.is_cuda:
+    def __init__(self, control: torch.Tensor, queue: LaunchQueue | None) -> None:
+        self._queue = queue
+        if queue is not None:
             self._copy = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
             self._copy.copy_(control, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -42,9 +44,9 @@ class Snapshot:
             self._copy = control.clone()
 
     def words(self) -> list[int]:
-        """The 128 words, as signed integers; waits for the launches before it."""
-        if self._event is not None:
-            self._event.synchronize()
+        """The 128 words, as signed integers; waits for the launches before it. Raises MK449."""
+        if self._queue is not None:
+            self._queue.wait(self._event)
         words: list[int] = self._copy.tolist()
         return words
 
@@ -52,8 +54,13 @@ class Snapshot:
 class Replay:
     """Some launches, captured once. ``replay()`` enqueues them again on torch's current stream."""
 
-    def __init__(self, replay: Callable[[], None]) -> None:
-        self.replay = replay
+    def __init__(self, replay: Callable[[], None], turn: Callable[[], AbstractContextManager[None]]) -> None:
+        self._replay, self._turn = replay, turn
+
+    def replay(self) -> None:
+        """One more time all the launches, behind what was enqueued so far for the program."""
+        with self._turn():
+            self._replay()
 
 
 class Program:
@@ -61,10 +68,16 @@ class Program:
 
     ``manifest`` and ``source`` (the text of kernel.cu) are the compiler's; ``weights`` is the packed arena on ``device``
     ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU. ``timeout_s`` is how long a wait
-    may last on a GPU; ``seed`` and ``policy`` order the emulator's schedule. ``defines`` are compile-time switches.
+    may last on a GPU, ``patience_s`` how long the host waits while no launch ends (other work may keep the GPU); ``seed`` and
+    ``policy`` order the emulator's schedule. ``defines`` are compile-time switches.
+
+    Launches and all else that methods of a program and its ``control`` enqueue run one after the other in the order of the
+    calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
+    a graph of his own that he captured launches into) is his to order.
 
     ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
-    ``report`` is what the emulator said of the last launch (None: there was none). Raises MK440 to MK448.
+    ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself; ``mutant``
+    and ``record_points`` go to its launches. Raises MK440 to MK448.
     """
 
     def __init__(
@@ -76,6 +89,7 @@ class Program:
         *,
         cubin: Path | None = None,
         timeout_s: float = 2.0,
+        patience_s: float = 30.0,
         seed: int = 0,
         policy: int = 0,
         defines: Mapping[str, str] | None = None,
@@ -83,10 +97,14 @@ class Program:
         self.manifest = manifest
         self.device = resolve_device(device, manifest["arch"])
         self.seed, self.policy = seed, policy
+        self.mutant: Mutant | None = None
+        self.record_points = False
+        self.emulator: Emulator | None = None
         self.report: LaunchReport | None = None
         self.buffers = self._allocate(weights)
+        self._queue = self._make_queue(patience_s, timeout_s) if self.device.type == "cuda" else None
         self._fill_exchange()
-        self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6))
+        self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6), self._turn)
         self.logits = self.buffers["logits"].view(torch.float32).view(-1, manifest["vocab"])
         self.kv = KvCache(manifest, self.buffers["kv"]) if manifest["kv"] else None
         self._launch = self._loader(source, cubin, dict(defines or {}))
@@ -94,7 +112,7 @@ class Program:
     def launch(self) -> None:
         """Run one step: on a GPU enqueued on torch's current stream, in the emulator to its end.
 
-        The emulator raises MegakernelHang itself; on a GPU :meth:`check` does.
+        The emulator raises MegakernelHang itself; on a GPU :meth:`check` does. Raises MK444 and MK449 as LaunchQueue.turn does.
         """
         self._launch()
 
@@ -106,21 +124,25 @@ class Program:
                 self.launch()
 
         if self.device.type == "cpu":
-            return Replay(run)
+            return Replay(run, self._turn)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device), torch.cuda.graph(graph):
             run()
-        return Replay(graph.replay)
+        return Replay(graph.replay, self._turn)
 
     def snapshot(self) -> Snapshot:
         """A copy of the control block after the launches so far, without waiting for them."""
-        return Snapshot(self.control.words)
+        with self._turn():
+            return Snapshot(self.control.words, self._queue)
 
     def check(self, snapshot: Snapshot | None = None) -> list[int]:
         """Wait for the launches so far (or those before ``snapshot``); the control block's 128 words.
 
-        Raises MegakernelHang when one was aborted, after making the program ready for its next launch.
+        Raises MegakernelHang when one was aborted, after making the program ready for its next launch; MK449 when none ended
+        for ``patience_s``.
         """
+        if self._queue is not None:
+            self._queue.settle()
         words = (snapshot or self.snapshot()).words()
         if words[ERROR]:
             self._recover()
@@ -129,9 +151,10 @@ class Program:
 
     def reset(self) -> None:
         """As after construction, with the same weights: an empty KV cache, epoch 1."""
-        self.buffers["kv"].zero_()
-        self._fill_exchange()
-        self.control.reset()
+        with self._turn():
+            self.buffers["kv"].zero_()
+            self._fill_exchange()
+            self.control.reset()
 
     def addresses(self) -> dict[str, int]:
         """The address of each buffer by name; 0 for one of no bytes."""
@@ -156,31 +179,48 @@ class Program:
             exchange[offset : offset + size] = value
 
     def _recover(self) -> None:
-        self._fill_exchange()
-        self.control.clear_error()
+        with self._turn():
+            self._fill_exchange()
+            self.control.clear_error()
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return self._queue.turn() if self._queue is not None else nullcontext()
+
+    def _make_queue(self, patience_s: float, timeout_s: float) -> LaunchQueue:
+        return LaunchQueue(self.device, self.buffers["control"].view(torch.int32)[STEPS : STEPS + 1], patience_s, timeout_s)
 
     def _loader(self, source: str, cubin: Path | None, defines: dict[str, str]) -> Callable[[], None]:
         if self.device.type == "cpu":
-            emulator = Emulator(build_library(source, [include()], defines), source)
+            self.emulator = emulator = Emulator(build_library(source, [include()], defines), source)
             return lambda: self._emulate(emulator)
         path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines).path
         with torch.cuda.device(self.device):
             kernel = CudaKernel(path, self.manifest, list(self.addresses().values()), self.device)
+        queue = self._queue
+        assert queue is not None
+        queue.admit = kernel.admit
 
         def launch() -> None:
-            with torch.cuda.device(self.device):
+            with torch.cuda.device(self.device), queue.turn():
                 kernel.launch(torch.cuda.current_stream().cuda_stream)
 
         return launch
 
     def _emulate(self, emulator: Emulator) -> None:
         try:
-            report = emulator.launch(self.manifest, self.addresses(), seed=self.seed, policy=self.policy)
+            report = emulator.launch(
+                self.manifest,
+                self.addresses(),
+                seed=self.seed,
+                policy=self.policy,
+                mutant=self.mutant,
+                record_points=self.record_points,
+            )
         except MegadslError:
             self._recover()
             raise
         self.report = report
-        if report.hangs:
+        if report.hung:
             self._recover()
             # the threads of a warp wait together: once is enough
             raise MegakernelHang(list(dict.fromkeys(describe_wait(self.manifest, vars(hang)) for hang in report.hangs)))

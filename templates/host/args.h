@@ -52,6 +52,46 @@ struct RaceRecord {
   RaceSide now, before;
 };
 
+// Where a kernel synchronises, by what it does there.
+enum class Point : u32 {
+  kWait,         // mk::wait
+  kPhase,        // mbarrier.try_wait
+  kArrive,       // mbarrier.arrive
+  kExpect,       // mbarrier.arrive.expect_tx
+  kInit,         // mbarrier.init
+  kBlockBarrier, // bar.sync
+  kWarpBarrier,  // bar.warp.sync
+  kFence,
+  kLoad,         // ld.relaxed
+  kStore,        // st.relaxed
+  kAcquire,      // ld.acquire
+  kRelease,      // st.release
+  kShared,       // volatile store to shared memory
+  kPoll,         // a wait for several vectors
+  kFree,         // a stage that is let go of
+  kEmpty,        // a value that could look empty
+  kZeroTrip,     // what a block without work does
+};
+
+// Mistakes that a mutant can make at its points.
+enum class Change : u32 {
+  kNone,
+  kDrop,    // leave it out
+  kTwice,   // arrive twice
+  kHalve,   // half the arrivals, half the bytes
+  kMore,    // one arrival or 16 bytes more
+  kFlip,    // the other parity
+  kRelax,   // without release or acquire; an arrival that expects no bytes
+  kNarrow,  // scope of the block instead of the GPU
+};
+
+// A point that a launch has passed; `stack` as in RaceSide.
+struct PointRecord {
+  u64 key;
+  u32 kind;
+  u32 stack[kRaceStack];
+};
+
 struct LaunchResult {
   HangRecord* hangs;      // in: room for hang_capacity records
   RaceRecord* races;      // in: room for race_capacity records
@@ -68,6 +108,8 @@ struct LaunchResult {
   u64 parks;              // polls that put a thread to sleep
   u64 copies;             // asynchronous operations completed
   u64 fingerprint;        // hash over the whole schedule
+  u64 changes;            // times a mutant did something wrong
+  u32 point_count;        // records written
   char message[256];      // of a fault
 };
 
@@ -81,6 +123,13 @@ struct LaunchArgs {
   u64 step_limit;  // 0: none
   Policy policy;
   LaunchResult* result;
+  // Builds with MK_DETECT only.
+  PointRecord* points;
+  u32 point_capacity;       // 0: do not record points
+  Change change;            // what goes wrong
+  Point changed;            // at which kind of point,
+  u32 changed_count;
+  const u64* changed_points;  // and where: keys of records
 };
 
 }  // namespace mk::host

@@ -75,7 +75,10 @@ MK_FN bool perform_sync(Warp& w) {
   return true;
 }
 
-MK_PTX void sync_warp() { rendezvous<perform_sync>(Collective::kSync); }
+MK_PTX void sync_warp(detect::Pc pc) {
+  if (detect::change_at(Point::kWarpBarrier, pc) == Change::kDrop) return;
+  rendezvous<perform_sync>(Collective::kSync);
+}
 
 // Counts whole warps, as the hardware does. The warp that completes the barrier releases the others.
 MK_FN bool perform_barrier(Warp& w) {
@@ -101,7 +104,8 @@ MK_FN bool perform_barrier(Warp& w) {
   return true;
 }
 
-MK_FN void bar_sync(u32 id, u32 threads) {
+MK_FN void bar_sync(u32 id, u32 threads, detect::Pc pc) {
+  if (detect::change_at(Point::kBlockBarrier, pc) == Change::kDrop) return;
   if (id >= kNumBarriers || threads == 0 || threads % kWarpSize != 0 || threads > rt.num_threads) {
     fault("bar.sync %u with %u threads in a block of %u", id, threads, rt.num_threads);
   }

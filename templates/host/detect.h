@@ -42,6 +42,7 @@ MK_PTX void proxy_fence() {}
 MK_PTX void barrier_fence() {}
 MK_PTX void thread_fence(bool) {}
 MK_PTX void wait_begun(u32, u32) {}
+MK_PTX constexpr Change change_at(Point, Pc) { return Change::kNone; }
 
 }  // namespace mk::host::detect
 

@@ -35,6 +35,9 @@ MK_FN bool mbar_phase(const char* b) {
 MK_FN void mbar_init(char* b, u32 arrivals, detect::Pc pc) {
   check_shared(b, 8, 8);
   detect::barrier_initialised(b, pc);
+  const Change change = detect::change_at(Point::kInit, pc);
+  if (change == Change::kHalve && arrivals > 1) arrivals /= 2;
+  if (change == Change::kMore) ++arrivals;
   if (arrivals == 0 || arrivals > kTxLimit) fault("mbarrier initialised with %u arrivals (1 to %ld)", arrivals, kTxLimit);
   const MbarWord w{0, arrivals, arrivals, static_cast<u64>(kTxBias), kMbarMark};
   std::memcpy(b, &w, sizeof w);
@@ -64,15 +67,25 @@ MK_FN u64 mbar_add_tx(const MbarWord& w, long bytes) {
   return static_cast<u64>(tx + kTxBias);
 }
 
-// One arrival, after expecting that many bytes.
-MK_FN void mbar_arrive(char* b, u32 expect_bytes, detect::Pc pc) {
-  check_shared(b, 8, 8);
+MK_FN void mbar_arrive_once(char* b, u32 expect_bytes, detect::Pc pc) {
   MbarWord w = mbar_read(b);
   if (w.pending == 0) fault("more arrivals on an mbarrier than the %u of its phase", static_cast<u32>(w.expected));
   w.tx = mbar_add_tx(w, expect_bytes);
   w.pending -= 1;
   detect::barrier_arrived(b, pc);
   mbar_update(b, w);
+}
+
+// One arrival, after expecting that many bytes.
+MK_FN void mbar_arrive(char* b, u32 expect_bytes, detect::Pc pc) {
+  check_shared(b, 8, 8);
+  const Change change = detect::change_at(expect_bytes == 0 ? Point::kArrive : Point::kExpect, pc);
+  if (change == Change::kDrop) return;
+  if (change == Change::kHalve) expect_bytes /= 2;
+  if (change == Change::kMore) expect_bytes += 16;
+  if (change == Change::kRelax) expect_bytes = 0;
+  if (change == Change::kTwice) mbar_arrive_once(b, 0, pc);
+  mbar_arrive_once(b, expect_bytes, pc);
 }
 
 MK_FN void mbar_complete_tx(char* b, u32 bytes) {
@@ -84,6 +97,9 @@ MK_FN void mbar_complete_tx(char* b, u32 bytes) {
 MK_FN bool mbar_poll(char* b, u32 parity, detect::Pc pc) {
   maybe_preempt();
   check_shared(b, 8, 8);
+  const Change change = detect::change_at(Point::kPhase, pc);
+  if (change == Change::kDrop) return true;
+  if (change == Change::kFlip) parity ^= 1;
   const MbarWord w = mbar_read(b);
   if (w.phase != (parity & 1)) {
     detect::barrier_passed(b, pc);

@@ -80,8 +80,10 @@ MK_FN void store_global(V* p, V v) {
 template <class V>
 MK_PTX V load_strong(const V* p, bool acquire, detect::Pc pc) {
   maybe_preempt();
+  const Change change = detect::change_at(acquire ? Point::kAcquire : Point::kLoad, pc);
+  if (change != Change::kNone) acquire = false;
   V v = load_global<V>(p);
-  detect::global_access(p, sizeof(V), detect::kStrong, pc);
+  detect::global_access(p, sizeof(V), change == Change::kNarrow ? 0 : detect::kStrong, pc);
   v = detect::relaxed_load(p, v, acquire, pc);
   polled(p, v);
   return v;
@@ -90,7 +92,10 @@ MK_PTX V load_strong(const V* p, bool acquire, detect::Pc pc) {
 template <class V>
 MK_PTX void store_strong(V* p, V v, bool release, detect::Pc pc) {
   check_global(p, sizeof(V), sizeof(V));
-  detect::global_access(p, sizeof(V), detect::kStrong | detect::kWrite, pc);
+  const Change change = detect::change_at(release ? Point::kRelease : Point::kStore, pc);
+  if (change == Change::kDrop) return;
+  if (change != Change::kNone) release = false;
+  detect::global_access(p, sizeof(V), (change == Change::kNarrow ? 0 : detect::kStrong) | detect::kWrite, pc);
   detect::relaxed_store(p, v, release, pc);
   std::memcpy(static_cast<void*>(p), &v, sizeof v);
   changed(p, sizeof(V));

@@ -121,6 +121,7 @@ MK_FN void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   rt.agents_issued = 0;
   LaunchResult& r = *a.result;
   r.hang_count = 0;
+  r.changes = r.point_count = 0;
   r.steps = r.collectives = r.parks = r.copies = 0;
   r.fingerprint = 0xcbf29ce484222325ull;
   r.message[0] = 0;

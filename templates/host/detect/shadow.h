@@ -50,6 +50,7 @@ struct Shadow {
   u32 free_reads;
   Array<CallNode> calls;
   Table<u32> call_of;
+  Table<u32> point_of;
   Table<bool> reported;
 };
 
@@ -246,6 +247,7 @@ MK_FN void begin_shadow(const char* arenas, u64 arena_bytes) {
   shadow.calls = {};
   shadow.calls.push({});
   shadow.call_of.reset();
+  shadow.point_of.reset();
   shadow.reported.reset();
 }
 

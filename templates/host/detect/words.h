@@ -8,7 +8,7 @@
 //   drain, and without it nothing could be reset without fences (docs/ptx-notes.md, Sentinels).
 #pragma once
 
-#include "host/detect/shadow.h"
+#include "host/detect/mutants.h"
 
 namespace mk::host::detect {
 

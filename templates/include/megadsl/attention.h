@@ -261,6 +261,7 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
     }
     if (vector + 1 == T::kVectors) v[0] = top, v[1] = sum;
     const u32 index = unit * u32(e.vectors) + (first_row + row) * T::kVectors + vector;
+    chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
     ptx::st_relaxed(round.vectors + index, Wire::pack_f32(v, sequence));
     if (Wire::kResets) {
       const Round ahead = exchange_round(block.buffers, e, sequence + u32(e.slots) / 2);
@@ -279,10 +280,12 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
+      if (first_tile != 0) block.sync();  // the parts of the pass before have been read
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
       const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
       const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
@@ -318,14 +321,15 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       }
       block.sync();
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
-      block.sync();
     }
+    if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
+    chaos(block.cx, Place::kSignal, u32(parts.flags), u);
     if (PartWire::kFlagged && block.thread == 0)
       ptx::st_release(exchange_round(block.buffers, parts, parts_sequence).flags + u * kFlagStride, parts_sequence);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
-    block.sync();
   }
-  // A block without a unit meets as well: what it staged before is still being published, and the merge stages anew.
+  // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what
+  // it staged before is still being published, and the merge stages anew.
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
 }
 

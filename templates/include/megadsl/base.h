@@ -76,7 +76,8 @@ struct alignas(16) Control {
   u32 ancestors[kMaxTokens];
   u32 next_ids[kMaxTokens];
   ErrorRecord record;
-  u32 reserved[48];
+  u32 chaos;  // seed of a build with MK_CHAOS, 0: none
+  u32 reserved[47];
 };
 static_assert(sizeof(Control) == 512, "Control is 128 words");
 

@@ -43,7 +43,10 @@ struct Block {
   MK_DEV u32 lane() const { return thread % 32; }
 
   // Every consumer warp arrives, also after the launch was given up: waits then fall through, so partners always come.
-  MK_DEV void sync() const { ptx::bar_sync(kBarrier, kThreads); }
+  MK_DEV void sync() const {
+    chaos(cx, Place::kBarrier, 0, 0);
+    ptx::bar_sync(kBarrier, kThreads);
+  }
 
   // Tells the loaders that the block is about to meet others, or that it has met them.
   MK_DEV void meeting(i32 word, bool ahead) const {
@@ -60,6 +63,7 @@ template <class B>
 MK_DEV void begin_op(Context& cx, B& block) {
   cx.block = ptx::opaque(cx.block);
   block.thread = ptx::opaque(block.thread);
+  chaos_op(cx);
 }
 
 // Publishes what all threads of the block have staged.

@@ -43,9 +43,10 @@ MK_DEV Round exchange_round(const Buffers& buffers, const ExchangeShape& e, u32 
   return {arena + e.offset + size_t(slot) * u32(e.slot_stride), reinterpret_cast<u32*>(arena + e.flags), sequence};
 }
 
-constexpr u32 kFlagStride = 16;      // words between two blocks' flags
-constexpr u32 kEmptyWord = ~0u;      // Sentinel's "not yet"
-constexpr u32 kCanonicalNan = 0x7fffu;
+constexpr u32 kFlagStride = 16;         // words between two blocks' flags
+constexpr u32 kEmptyWord = ~0u;         // Sentinel's "not yet"
+constexpr u32 kCanonicalNan = 0x7fffu;  // sent for an element of all ones, a NaN in bf16 and fp16: the same without its sign
+constexpr u32 kQuietNan = 0x400000u;    // fp32: the bit that makes a NaN quiet
 
 // Whether a block's flag tells that the round is there. The block may be rounds ahead of a reader that it did not wait for, but
 // never as far as the slot's next round. Not `>=`: before the first round a flag is 0, and sequences wrap.
@@ -61,14 +62,12 @@ struct Tagged {
   MK_DEV static u32 tag(u32x4 x) { return x.w >> 16; }
   MK_DEV static bool ready(u32x4 x, u32 sequence) { return tag(x) == (sequence & 0xffffu); }
 
-  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error below 2^-19).
+  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error below 2^-19; below 2^-145 in all where
+  // numbers are subnormal). A NaN is made quiet, since it may be one by those four bits alone.
+  MK_DEV static u32 without_tag(float v) { return (v != v ? ptx::float_bits(v) | kQuietNan : ptx::float_bits(v)) & ~15u; }
   MK_DEV static u32x4 pack_f32(const float (&v)[4], u32 sequence) {
-    u32x4 x;
-    x.x = (ptx::float_bits(v[0]) & ~15u) | (sequence & 15u);
-    x.y = (ptx::float_bits(v[1]) & ~15u) | (sequence >> 4 & 15u);
-    x.z = (ptx::float_bits(v[2]) & ~15u) | (sequence >> 8 & 15u);
-    x.w = (ptx::float_bits(v[3]) & ~15u) | (sequence >> 12 & 15u);
-    return x;
+    return {without_tag(v[0]) | (sequence & 15u), without_tag(v[1]) | (sequence >> 4 & 15u), without_tag(v[2]) | (sequence >> 8 & 15u),
+            without_tag(v[3]) | (sequence >> 12 & 15u)};
   }
   MK_DEV static u32 tag_f32(u32x4 x) { return (x.x & 15u) | (x.y & 15u) << 4 | (x.z & 15u) << 8 | (x.w & 15u) << 12; }
   MK_DEV static bool ready_f32(u32x4 x, u32 sequence) { return tag_f32(x) == (sequence & 0xffffu); }
@@ -80,6 +79,7 @@ struct Sentinel {
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
   MK_DEV static u32 safe(u32 pair) {
+    if (ptx::sends_empty()) return pair;
     const u32 lo = pair & 0xffffu, hi = pair >> 16;
     return (lo == 0xffffu ? kCanonicalNan : lo) | (hi == 0xffffu ? kCanonicalNan : hi) << 16;
   }
@@ -181,7 +181,7 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(kWhole && Wire::kWholeUnits && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        silent(kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
 
   MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
@@ -251,7 +251,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
         for (u32 i = 0; i < kPolls; ++i) {
           if (!(pending >> i & 1)) continue;
           observed = ptx::ld_acquire(round.flags + at[i] / u32(e.vectors) * kFlagStride);
-          if (!flag_covers(e, observed, round.sequence)) return false;
+          if (!flag_covers(e, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
         }
       }
 #pragma unroll
@@ -263,6 +263,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
         else if (!Wire::kFlagged) observed = Wire::tag(v[i]);
       }
+      if (ptx::polls_fewer()) pending &= pending - 1;
       return pending == 0;
     });
 #pragma unroll
@@ -314,6 +315,7 @@ MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const Excha
       }
       x = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6]};
     }
+    chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
     ptx::st_relaxed(round.vectors + first + i, Wire::pack(x, sequence));
     if (Wire::kResets) {
       const Round ahead = exchange_round(buffers, e, sequence + u32(e.slots) / 2);
@@ -322,6 +324,7 @@ MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const Excha
   }
   if (Wire::kFlagged) {
     barrier();
+    chaos(cx, Place::kSignal, u32(e.flags), 0);
     if (thread == 0) ptx::st_release(round.flags + cx.block * kFlagStride, sequence);
   }
 }

@@ -46,6 +46,7 @@ MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
 template <class F>
 MK_DEV void for_each_part(const LinearShape& s, u32 ways, RowGroups own, F f) {
   const u32 groups = u32(s.groups);
+  if (own.begin == own.end && ptx::skips_zero_trips()) return;
   u32 part = min_u32(own.begin / groups, ways - 1), first = own.begin - part * groups;
 #pragma unroll 1
   do {
@@ -212,8 +213,8 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
 // its own where a buffer is reused); `finish(partials, first, count)` takes the warps' sums of row groups, counted from the
-// block's first. Ends with a barrier behind the last finish.
-template <u32 kBatch, class G, class B, class R, class Gather, class Finish>
+// block's first. kEnds: the block meets behind the last finish.
+template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Finish>
 MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Finish finish) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
@@ -241,14 +242,15 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
       }
     });
   });
-  block.sync();
+  if (kEnds) block.sync();
 }
 
-// A matrix whose columns are not split: `epilogue` as in finish_batch.
-template <u32 kBatch, class G, class B, class R, class Gather, class Epilogue>
+// A matrix whose columns are not split: `epilogue` as in finish_batch. kStages: it stages results, and all of them are there at
+// the end.
+template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
   const u32 begin = own_groups(block.cx, s).begin;
-  run_tiles<kBatch, G>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
+  run_tiles<kBatch, G, kStages>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
     finish_batch(block, partials, begin + first, begin + first + count, epilogue);
   });
 }

@@ -41,14 +41,14 @@ MK_DEV void poll_part(const Context& cx, u32 site, const ExchangeShape& parts, c
   wait(cx, site, at[0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
       observed = ptx::ld_acquire(round.flags + unit * kFlagStride);
-      if (!flag_covers(parts, observed, round.sequence)) return false;
+      if (!flag_covers(parts, observed, round.sequence) && !ptx::polls_fewer()) return false;
     }
     bool all = true;
 #pragma unroll
     for (u32 j = 0; j < 3; ++j) v[j] = ptx::ld_relaxed(round.vectors + at[j]);
 #pragma unroll
     for (u32 j = 0; j < 3; ++j)
-      if (!Wire::kFlagged && !Wire::ready_f32(v[j], round.sequence)) observed = Wire::tag_f32(v[j]), all = false;
+      if (!Wire::kFlagged && !(j == 0 && ptx::polls_fewer()) && !Wire::ready_f32(v[j], round.sequence)) observed = Wire::tag_f32(v[j]), all = false;
     return all;
   });
   const float values[8] = {Wire::value_f32(v[0].x), Wire::value_f32(v[0].y), Wire::value_f32(v[0].z), Wire::value_f32(v[0].w),

@@ -29,6 +29,7 @@ MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, 
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) sum[j] += ptx::bits_float(words[j]);
     }
+    chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
     ptx::st_relaxed(round.vectors + begin + i, Wire::pack_f32(sum, sequence));
     if (Wire::kResets) {
       const Round ahead = exchange_round(block.buffers, e, sequence + u32(e.slots) / 2);
@@ -41,11 +42,13 @@ MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, 
 template <class Wire, u32 kBatch, class G, class B, class R, class Gather>
 MK_DEV void run_matrix_parts(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, const ExchangeShape& e,
                              u32 sequence, Gather gather) {
-  run_tiles<kBatch, G>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
+  run_tiles<kBatch, G, Wire::kFlagged>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
     publish_parts<Wire>(block, e, sequence, partials, first, count);
   });
-  // run_tiles has ended with a barrier.
-  if (Wire::kFlagged && block.thread == 0) ptx::st_release(exchange_round(block.buffers, e, sequence).flags + block.cx.block * kFlagStride, sequence);
+  if (Wire::kFlagged && block.thread == 0) {
+    chaos(block.cx, Place::kSignal, u32(e.flags), 0);
+    ptx::st_release(exchange_round(block.buffers, e, sequence).flags + block.cx.block * kFlagStride, sequence);
+  }
 }
 
 // Row groups that a block owns as features of the value.
@@ -76,7 +79,7 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
       for (u32 i = 0; i < kCount; ++i) {
         if (!(pending >> i & 1)) continue;
         observed = ptx::ld_acquire(round.flags + owners[i] * kFlagStride);
-        if (!flag_covers(e, observed, round.sequence)) return false;
+        if (!flag_covers(e, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
       }
     }
 #pragma unroll
@@ -88,6 +91,7 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
       if (Wire::ready_f32(v[i], round.sequence)) pending &= ~(1u << i);
       else if (!Wire::kFlagged) observed = Wire::tag_f32(v[i]);
     }
+    if (ptx::polls_fewer()) pending &= pending - 1;
     return pending == 0;
   });
 #pragma unroll

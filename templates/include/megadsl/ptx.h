@@ -14,6 +14,7 @@
 #include "megadsl/ptx/time.h"
 #include "megadsl/ptx/math.h"
 #include "megadsl/ptx/poll.h"
+#include "megadsl/ptx/mutant.h"
 
 #if defined(MK_HOST)
 #include "host/entry.h"

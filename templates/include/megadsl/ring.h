@@ -75,6 +75,7 @@ struct Loader {
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
     if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
     last_site = site;
+    chaos(cx, Place::kIssue, site, tile);
     ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
     ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
     issued.advance();
@@ -128,7 +129,9 @@ struct Reader {
     ptx::syncwarp();
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i) {
-      if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + at.slot);
+      chaos(cx, Place::kRelease, 0, at.slot);
+      const u32 freed = ptx::frees_early() ? (at.slot + 1) % R::kStages : at.slot;
+      if (ptx::lane_id() == 0) ptx::mbar_arrive(ring.empty + freed);
       at.advance();
     }
   }

@@ -51,6 +51,7 @@ template <class B>
 MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<u32x2> scratch, smem_ptr<u32x2> winners) {
   constexpr u32 kTokens = B::kTokens;
   const Round round = exchange_round(block.buffers, e, sequence);
+  chaos(block.cx, Place::kSignal, site, 0);
   if (block.thread < kTokens) {
     const u32x2 mine = ptx::ld_shared<u32x2>(winners + block.thread);
     ptx::st_relaxed(round.vectors + (block.cx.block * kTokens + block.thread), u32x4{mine.x, mine.y, 0u, sequence});
@@ -84,12 +85,16 @@ MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
 }
 
 // Block 0's last act: the control block for the next launch. Every other block has read its inputs long ago, since this
-// block has gathered a value that all of them published after reading them.
+// block has gathered a value that all of them published after reading them. Where one of them has given up, that value may be
+// garbage, though every wait of this block was answered.
 template <class B>
 MK_DEV void finish_step(const B& block, const Step& step, bool has_argmax) {
   if (block.cx.block != 0 || block.thread != 0 || given_up(block.cx)) return;
+  chaos(block.cx, Place::kSignal, 0, 0);
   Control* c = block.cx.control;
-  if (has_argmax && (ptx::ld_global<u32>(&c->flags) & kFlagAdvance)) {
+  const u32 flags = ptx::ld_global<u32>(&c->flags);
+  if (ptx::ld_relaxed(&c->abort) != 0) return;
+  if (has_argmax && (flags & kFlagAdvance)) {
     ptx::st_global<u32>(&c->kv_len, step.kv_len + step.tokens);
     ptx::st_global<u32>(c->token_ids, ptx::ld_global<u32>(c->next_ids + (step.tokens - 1)));
     ptx::st_global<u32>(c->positions, ptx::ld_global<u32>(c->positions + (step.tokens - 1)) + 1);

@@ -1,5 +1,6 @@
 // The one way to wait. Every spin in a generated kernel goes through mk::wait, so every spin can be given up.
 #pragma once
+#include "megadsl/chaos.h"
 #include "megadsl/layout.h"
 #include "megadsl/ptx.h"
 
@@ -14,6 +15,9 @@ struct Context {
   u32 block;
   Divisor blocks;
   u32 layer;
+#if defined(MK_CHAOS)
+  Chaos chaos;
+#endif
 
   // globaltimer, ns: when a waiter gives the launch up. In shared memory behind the abort word, since only cold code reads it.
   MK_DEV smem_ptr<u64> deadline() const { return abort_word.template at<u64>(8); }
@@ -32,6 +36,12 @@ constexpr u32 kPollsPerCheck = 256;  // how often a waiter looks at the clock an
 
 namespace detail {
 
+// From here on the block's waits fall through, and block 0 leaves the control block alone.
+MK_DEV void tell_all(const Context& cx) {
+  ptx::st_relaxed(&cx.control->abort, 1u);
+  ptx::st_shared_volatile(cx.abort_word, 1u);
+}
+
 // The cold end of a wait, inlined at every site and therefore short. The first waiter that is late writes the record. The
 // error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
 MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 observed) {
@@ -44,8 +54,7 @@ MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 obs
     ptx::st_global(&record.expected, expected), ptx::st_global(&record.observed, observed);
     ptx::st_release(&cx.control->error, kErrorRecorded);
   }
-  ptx::st_relaxed(&cx.control->abort, 1u);
-  ptx::st_shared_volatile(cx.abort_word, 1u);
+  tell_all(cx);
   return true;
 }
 
@@ -58,9 +67,13 @@ template <class Attempt>
 MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
   ptx::poll_begin(site, cx.layer);
+  chaos(cx, Place::kWait, site, tile);
   for (u32 polls = 1;; ++polls) {
-    if (MK_LIKELY(attempt(observed))) return true;
-    if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) return false;
+    if (MK_LIKELY(attempt(observed)) || ptx::skips_wait()) return true;
+    if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) {
+      detail::tell_all(cx);
+      return false;
+    }
     if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;
     if (polls % kPollsPerCheck == 0 && detail::give_up(cx, site, tile, expected, observed)) return false;
   }

@@ -11,8 +11,8 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 
-MK_OP void bar_sync(u32 id, u32 threads) { host::bar_sync(id, threads); }
-MK_OP void syncthreads() { host::bar_sync(0, host::rt.num_threads); }
+MK_OP void bar_sync(u32 id, u32 threads) { host::bar_sync(id, threads, MK_PC); }
+MK_OP void syncthreads() { host::bar_sync(0, host::rt.num_threads, MK_PC); }
 
 #else
 

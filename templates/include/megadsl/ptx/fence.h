@@ -11,7 +11,9 @@ namespace mk::ptx {
 
 #if defined(MK_HOST)
 #define MK_FENCE(name, instruction, event) \
-  MK_OP void name() { host::detect::event; }
+  MK_OP void name() { \
+    if (host::detect::change_at(host::Point::kFence, MK_PC) != host::Change::kDrop) host::detect::event; \
+  }
 #else
 #define MK_FENCE(name, instruction, event) \
   MK_PTX void name() { asm volatile(instruction ";" ::: "memory"); }

@@ -64,6 +64,7 @@ MK_OP u32 ld_shared_volatile(smem_ptr<u32> p) {
 }
 
 MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) {
+  if (host::detect::change_at(host::Point::kShared, MK_PC) == host::Change::kDrop) return;
   host::store_shared<u32>(p.address, v);
   host::detect::shared_access(p.address, 4, host::detect::kStrong | host::detect::kWrite, MK_PC);
 }

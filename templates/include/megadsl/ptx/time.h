@@ -14,6 +14,11 @@ namespace mk::ptx {
 MK_OP u64 globaltimer() { return host::rt.now_ns; }
 MK_OP u64 clock64() { return host::rt.now_ns; }
 
+// The warp loses its turn, once and again for every 512 ns: in virtual time the others decide how long that is.
+MK_OP void nanosleep(u32 ns) {
+  for (u32 turns = 1 + ns / 512; turns != 0; --turns) host::preempt();
+}
+
 #else
 
 // Nanoseconds, the same clock in all blocks; its resolution can be as coarse as 1 us.
@@ -22,6 +27,9 @@ MK_PTX u64 globaltimer() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
+
+// Sleeps for up to twice that many nanoseconds; at most 1 ms may be asked for.
+MK_PTX void nanosleep(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
 
 // Cycles of this SM.
 MK_PTX u64 clock64() {

@@ -17,7 +17,7 @@ MK_OP float shfl_xor(float v, u32 mask) { return host::as_float(host::shuffle_xo
 MK_OP float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::as_u32(v), lane)); }
 MK_OP u32 ballot(bool p) { return host::ballot(p); }
 MK_OP bool any(bool p) { return host::ballot(p) != 0; }
-MK_OP void syncwarp() { host::sync_warp(); }
+MK_OP void syncwarp() { host::sync_warp(MK_PC); }
 
 #else
 

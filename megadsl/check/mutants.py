@@ -1,0 +1,241 @@
+"""The mutation score of the checker: every way to break the synchronisation of a plan, one at a time, and what finds it.
+
+The mutants are made from the plan itself: each of its instructions, barriers, rounds, exchanges, shares, areas and rings is
+spoilt in the ways that its kind allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from megadsl.check.checker import check_plan
+from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
+from megadsl.check.model import Device
+from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
+from megadsl.lower.shape import ident
+from megadsl.machine import Machine
+from megadsl.types import Level
+
+# Instructions that order something. Arithmetic is not the checker's subject.
+_SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector")
+_WAITS = ("gather", "gather_kept", "wait_vector", "sync")
+_ROUNDS = ("round", "qkv_round", "parts_round")
+_WIRES = ("wire", "qkv_wire", "parts_wire")
+_OTHER_WIRE = {"Tagged": "Flag", "Sentinel": "Tagged", "Flag": "Sentinel"}
+
+
+@dataclass(frozen=True)
+class PlanMutant:
+    """A plan with one mistake; ``what`` says which, ``where`` the op or area."""
+
+    what: str
+    where: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.where}"
+
+
+@dataclass(frozen=True)
+class PlanVerdict:
+    """``code`` is the first finding's, "" for a survivor; ``argument`` then says why the mutant is equivalent, or is ""."""
+
+    name: str
+    code: str
+    evidence: str
+    argument: str
+
+    @property
+    def survived(self) -> bool:
+        return not self.code and not self.argument
+
+
+def score_plan(plan: Plan, on: Machine, progress: Callable[[int, int], None] | None = None) -> tuple[PlanVerdict, ...]:
+    """Check every mutant of ``plan``. ``progress`` is told how many of how many are judged."""
+    total = sum(1 for _ in plan_mutants(plan))
+    verdicts: list[PlanVerdict] = []
+    for mutant in plan_mutants(plan):
+        findings = check_plan(mutant.plan, on).findings
+        code, evidence = (findings[0].code, str(findings[0])) if findings else ("", "")
+        verdicts.append(PlanVerdict(str(mutant), code, evidence, "" if code else argument_for(mutant, plan)))
+        if progress is not None:
+            progress(len(verdicts), total)
+    return tuple(verdicts)
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Mutants that are no mistake: which, in what plans, and why."""
+
+    what: str
+    where: str
+    argument: str
+    holds: Callable[[Plan], bool] = lambda plan: True
+
+
+def _one_pass(plan: Plan) -> bool:
+    device = Device(plan)
+    matrices = (device.matrix(op.name) for op in device.ops[0])
+    return all(max(b - a for a, b in pairwise(device.shares(m.groups, m.share_offset))) <= plan.tunables.batch for m in matrices)
+
+
+def _queries_by_flag(plan: Plan) -> bool:
+    return all(plan.exchange(op.q.value).wire == "Flag" for op in Device(plan).ops[1])
+
+
+EQUIVALENT = (
+    Equivalent(
+        "a round late (round)",
+        "argmax of",
+        "the argmax publishes and reads in one instruction: a constant added to its round moves both ends",
+    ),
+    Equivalent(
+        "idle blocks left out",
+        "gather of",
+        "blocks that own nothing are waited for at another gather of the same round trip: the checker still finds every reader of a slot"
+        " ahead of its next writer (left out of all gathers at once, it does not)",
+    ),
+    Equivalent(
+        "barrier 'idle' dropped",
+        "attention of",
+        "publishing the queries under a flag ends with a barrier behind the last read of what was staged",
+        _queries_by_flag,
+    ),
+    Equivalent(
+        "half the bytes",
+        "area partials",
+        "no block owns more row groups than are reduced together, so that the second half is never used",
+        _one_pass,
+    ),
+)
+
+
+def argument_for(mutant: PlanMutant, plan: Plan) -> str:
+    """Why the mutant of ``plan`` is no mistake, "" when nobody has said so."""
+    found = (e for e in EQUIVALENT if mutant.what == e.what and mutant.where.startswith(e.where) and e.holds(plan))
+    return next((e.argument for e in found), "")
+
+
+def plan_mutants(plan: Plan) -> Iterator[PlanMutant]:
+    """Every mutant of ``plan``; no two alike, none the plan itself."""
+    for program in plan.programs:
+        for instr in _instructions(program):
+            yield from _spoilt_instruction(plan, program, instr)
+    for e in plan.exchanges:
+        yield from _spoilt_exchange(plan, e)
+    deaf = edited(plan, lambda i: replace(i, args={**i.args, "whole": False}) if i.args.get("whole") is True else i)
+    if deaf != plan and any(e.groups < e.owners for e in plan.exchanges):
+        yield PlanMutant("idle blocks left out", "every gather", deaf)
+    yield from _spoilt_shapes(plan)
+    yield from _spoilt_areas(plan)
+    yield from _spoilt_rings(plan)
+
+
+def _instructions(program: Program) -> Iterator[Instr]:
+    for item in program.body:
+        for phase in item.body if isinstance(item, LayerLoop) else (item,):
+            for instr in phase.body:
+                yield instr
+                yield from instr.body
+
+
+def _at(program: Program, instr: Instr) -> str:
+    return f"{instr.call} of {instr.op} ({program.role})"
+
+
+def _spoilt_instruction(plan: Plan, program: Program, instr: Instr) -> Iterator[PlanMutant]:
+    def change(what: str, made: Instr | tuple[Instr, ...] | None) -> PlanMutant:
+        edit: Edit = lambda i: made if i is instr else i  # noqa: E731
+        return PlanMutant(what, _at(program, instr), edited(plan, edit, program.role))
+
+    if instr.call in (*_SIGNALS, *_WAITS):
+        yield change("dropped", None)
+    if instr.call.startswith("load_"):
+        yield change("repeated", (instr, instr))
+    for what, made in _other_arguments(plan, instr):
+        yield change(what, made)
+    for i, name in enumerate(instr.syncs):
+        yield change(f"barrier {name!r} dropped", replace(instr, syncs=instr.syncs[:i] + instr.syncs[i + 1 :]))
+
+
+def _other_arguments(plan: Plan, instr: Instr) -> Iterator[tuple[str, Instr]]:
+    def given(**changes: object) -> Instr:
+        return replace(instr, args={**instr.args, **changes})
+
+    for argument in _ROUNDS:
+        if argument in instr.args:
+            for by, what in (("+ 1", "a round late"), ("- 1", "a round early")):
+                yield f"{what} ({argument})", given(**{argument: f"{instr.args[argument]} {by}"})
+    for argument in _WIRES:
+        if instr.args.get(argument) in _OTHER_WIRE:
+            other = _OTHER_WIRE[str(instr.args[argument])]
+            yield f"{argument} {other} instead of {instr.args[argument]}", given(**{argument: other})
+    e = next((e for e in plan.exchanges if e.name == instr.args.get("value")), None)
+    if instr.args.get("whole") is True and e is not None and e.groups < e.owners:
+        yield "idle blocks left out", given(whole=False)
+
+
+def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
+    def change(what: str, **changes: Any) -> PlanMutant:
+        return PlanMutant(what, f"exchange {e.name}", with_exchange(plan, e.name, **changes))
+
+    slots = e.slots
+    while (slots := slots // 2) > 0:
+        yield change(f"{slots} slots instead of {e.slots}", slots=slots)
+    yield change(f"{e.slots + 1} slots instead of {e.slots}", slots=e.slots + 1)
+    for level in (Level.CLUSTER, Level.BLOCK):
+        yield change(f"scope of a {level.value}", level=level)
+    if e.wire == "Sentinel":
+        yield change("an empty value that can be produced", dtype="u32")
+    yield change("one vector too few", vectors=e.vectors - 1)
+    if e.dtype == "bf16":  # the others are no features that blocks share out
+        yield change("one unit too few", units=e.units - 1)
+        yield change("one group too few", groups=e.groups - 1)
+        if plan.schedule.blocks > 1:
+            yield change("another share", share_offset=(e.share_offset + 1) % plan.schedule.blocks)
+    other = next(x for x in plan.exchanges if x is not e) if len(plan.exchanges) > 1 else None
+    if other is not None:
+        yield change(f"in the place of {other.name}", offset=other.offset)
+
+
+def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
+    """Words that loaders and consumers compute their shares from."""
+    words = {
+        "mk::LinearShape": {"row groups": 2, "fold": 3, "columns of a tile": 8, "tiles of a group": 9},
+        "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
+        "mk::MergeShape": {"groups": 0, "share": 1},
+    }
+    for record in plan.shape:
+        for what, index in words.get(record.type, {}).items():
+            for value in (record.words[index] + 1, record.words[index] - 1):
+                if value > 0:
+                    made = with_words(plan, record.name, {index: value})
+                    yield PlanMutant(f"{what} {value} instead of {record.words[index]}", record.name, made)
+
+
+def _spoilt_areas(plan: Plan) -> Iterator[PlanMutant]:
+    """Each area half as large, and over the one before it."""
+    placed = [a for a in plan.areas if a.bytes]
+    for area in placed:
+        yield PlanMutant("half the bytes", f"area {area.name}", with_area(plan, area.name, bytes=area.bytes // 2))
+    for before, area in pairwise(placed):
+        if not (before.overlay and area.overlay):
+            made = with_area(plan, area.name, offset=before.offset)
+            member = f"{ident(area.name.removeprefix('kept.'))}_kept"
+            if area.name.startswith("kept.") and any(r.name == member for r in plan.shape):
+                made = with_words(made, member, {0: before.offset})
+            yield PlanMutant(f"over {before.name}", f"area {area.name}", made)
+
+
+def _spoilt_rings(plan: Plan) -> Iterator[PlanMutant]:
+    for role, ring in plan.schedule.rings:
+        changed = replace(ring, stage_bytes=ring.stage_bytes // 16)
+        rings = tuple((r, changed if r == role else x) for r, x in plan.schedule.rings)
+        yield PlanMutant("stages a sixteenth as large", f"ring of {role}", replace(plan, schedule=replace(plan.schedule, rings=rings)))
+    warps = plan.tunables.consumer_warps
+    for value in (warps - 1, warps + 1, warps // 2):
+        made = replace(plan, tunables=replace(plan.tunables, consumer_warps=value))
+        yield PlanMutant(f"{value} arrivals on a stage instead of {warps}", "rings", made)

@@ -1,0 +1,178 @@
+"""The mutation score of an emulated kernel: every way to spoil its synchronisation, and what notices it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from megadsl.build.host import DETECT
+from megadsl.diagnostics import MegadslError
+from megadsl.emulate.abi import PointRecord, Policy
+from megadsl.emulate.equivalent import argument_for
+from megadsl.emulate.explore import policy_of
+from megadsl.emulate.mutants import Mutant, mutants, places
+from megadsl.ir.plan import Plan
+from megadsl.resources import include
+from megadsl.runtime.control import MegakernelHang
+from megadsl.runtime.explore import Outcome, Subject
+from megadsl.runtime.program import Program
+
+RECORDED_SEEDS = range(len(Policy))  # each policy once: paths that only some schedules take
+PATIENCE = 20  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
+
+DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
+
+
+@dataclass(frozen=True)
+class WordMutant:
+    """A word of Shape with another value: fewer slots than the exchange's protocol needs."""
+
+    what: str
+    index: int
+    value: int
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``killed_by`` is detector, deadlock, result, or "" for a survivor; then ``argument`` says why it is equivalent, "" when
+    nobody has said so. ``seed`` is the schedule that killed it; ``evidence`` the first lines of what was seen."""
+
+    name: str
+    killed_by: str
+    seed: int | None
+    evidence: str
+    argument: str
+
+    @property
+    def survived(self) -> bool:
+        return not self.killed_by and not self.argument
+
+
+@dataclass(frozen=True)
+class MutableSubject:
+    """A subject whose calls are given a mutant. Calling it builds what a process needs once."""
+
+    subject: Subject
+    seeds: tuple[int, ...]
+
+    def __call__(self) -> Judge:
+        return Judge(self)
+
+
+class Judge:
+    """Runs mutants of one subject."""
+
+    def __init__(self, made: MutableSubject) -> None:
+        self.subject, self.seeds = made.subject, made.seeds
+        arena = self.subject.weights()
+        self.expected = [outcome for outcome, _ in self.subject.launches(self.subject.program(arena, {}))]
+        self.program = self.subject.program(arena, {DETECT: "1"})
+
+    def points(self) -> tuple[list[PointRecord], int]:
+        """The points that the kernel passes as it is, under each policy, and the most steps of a launch."""
+        self.program.record_points = True
+        found: dict[int, PointRecord] = {}
+        steps = 0
+        for seed in RECORDED_SEEDS:
+            self.program.seed, self.program.policy = seed, policy_of(seed)
+            for _, report in self.subject.launches(self.program):
+                found |= {point.key: point for point in report.points}
+                steps = max(steps, report.steps)
+        self.program.record_points = False
+        return list(found.values()), steps
+
+    def judge(self, mutant: Mutant | WordMutant) -> Verdict:
+        """Run the mutant under each seed until something notices it."""
+        manifest = self.subject.manifest
+        if isinstance(mutant, Mutant):
+            self.program.mutant = mutant
+        else:
+            shape = [mutant.value if i == mutant.index else word for i, word in enumerate(manifest["shape"])]
+            self.program.manifest = {**manifest, "shape": shape}
+        try:
+            for seed in self.seeds:
+                killed_by, evidence = self._run(seed)
+                if killed_by:
+                    return Verdict(str(mutant), killed_by, seed, evidence, "")
+        finally:
+            self.program.mutant, self.program.manifest = None, manifest
+        return Verdict(str(mutant), "", None, "", argument_for(mutant) if isinstance(mutant, Mutant) else "")
+
+    def _run(self, seed: int) -> tuple[str, str]:
+        program: Program = self.program
+        program.seed, program.policy = seed, policy_of(seed)
+        try:
+            for step, (outcome, report) in enumerate(self.subject.launches(program)):
+                if report.races:
+                    return DETECTOR, str(report.races[0])
+                if difference := self._difference(outcome, step):
+                    return RESULT, f"launch {step}: {difference}"
+        except MegakernelHang as hang:
+            if program.report is not None and program.report.races:
+                return DETECTOR, str(program.report.races[0])
+            return DEADLOCK, str(hang.waits[0]) if hang.waits else "step limit"
+        except MegadslError as fault:
+            return DETECTOR, str(fault).splitlines()[0]
+        return "", ""
+
+    def _difference(self, outcome: Outcome, step: int) -> str:
+        return outcome.difference(self.expected[step])
+
+
+def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
+    """Each exchange with half its slots, and with half of those."""
+    found: list[WordMutant] = []
+    at = 0
+    for record in plan.shape:
+        if record.type == "mk::ExchangeShape":
+            slots = record.words[2]
+            while (slots := slots // 2) > 0:
+                found.append(WordMutant(f"{slots} slots instead of {record.words[2]}: {record.name}", at + 2, slots))
+        at += len(record.words)
+    return tuple(found)
+
+
+def score(
+    subject: Subject, plan: Plan, seeds: Sequence[int], processes: int = 1, progress: Callable[[int, int], None] | None = None
+) -> tuple[Verdict, ...]:
+    """What becomes of every mutant of the subject's kernel under ``seeds``; ``plan`` is the kernel's.
+
+    ``progress`` is told how many of how many are judged. Raises MK362 without addr2line.
+    """
+    made = MutableSubject(subject, tuple(seeds))
+    judge = made()
+    records, steps = judge.points()
+    assert judge.program.emulator is not None
+    found = places(records, judge.program.emulator.path, subject.source, include())
+    todo: list[Mutant | WordMutant] = [*mutants(found, steps * PATIENCE), *fewer_slots(plan)]
+    verdicts: dict[int, Verdict] = {}
+    if processes <= 1:
+        for i, mutant in enumerate(todo):
+            verdicts[i] = judge.judge(mutant)
+            if progress is not None:
+                progress(i + 1, len(todo))
+        return tuple(verdicts[i] for i in range(len(todo)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_make, initargs=(made,)) as pool:
+        running = {pool.submit(_judge_here, mutant): i for i, mutant in enumerate(todo)}
+        for done in as_completed(running):
+            verdicts[running[done]] = done.result()
+            if progress is not None:
+                progress(len(verdicts), len(todo))
+    return tuple(verdicts[i] for i in range(len(todo)))
+
+
+_judges: list[Judge] = []  # one per worker process
+
+
+def _make(made: MutableSubject) -> None:
+    _judges.append(made())
+
+
+def _judge_here(mutant: Mutant | WordMutant) -> Verdict:
+    return _judges[0].judge(mutant)

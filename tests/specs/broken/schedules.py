@@ -1,0 +1,278 @@
+"""Decisions of a schedule that no kernel can follow. How to read the comments: tests/test_broken_specs.py."""
+
+from typing import Any
+
+from dsl_tools import HIDDEN, head, start
+
+import megadsl as mk
+from megadsl.dsl.schedule import ScheduleBlock
+
+KIB = 1024
+
+
+@mk.kernel
+def step(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        h = mk.rms_norm(x, layer.weight("norm", HIDDEN), eps=1e-5)
+        q, k, v = mk.linear(h, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
+        q, k = mk.rope(q, k, head_dim=64, theta=1e4)
+        a = mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2)
+        x = x + mk.linear(a, layer.weight("o_proj", (HIDDEN, HIDDEN)))
+    h = mk.map("x * a + x * b", x=x, a=mk.weight("a", HIDDEN), b=mk.weight("b", HIDDEN))
+    return head(h)
+
+
+def stages(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=0)
+    # MK150 `s.ring(` | stages = 0 is not an integer of at least 1 | give a whole number
+    # mend: stages=0 => stages=2
+
+
+def l2_in_parts(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=1e6)
+    # MK150 `s["o_proj"].prefetch(` | prefetch l2 = 1000000.0 is not an integer of at least 0 | give a whole number, 0 or more
+    # mend: 1e6 => 1000000
+
+
+def slots_as_text(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Tagged(slots="4"))
+    # MK150 `s["o_proj"].sync(` | sync slots = '4' is not an integer of at least 1 | give a whole number
+    # mend: "4" => 4
+
+
+def kind(s: ScheduleBlock) -> None:
+    s.role("kv_loader", warps=1, kind="storer")
+    # MK151 `s.role(` | role kind = 'storer' is not known | choose one of
+    # mend: "storer") => "«loader»")\n    s.ring("kv_loader", stages=2, stage_bytes=8192, window=8192)
+
+
+def sync_as_text(s: ScheduleBlock) -> None:
+    s["o_proj"].sync("tagged")  # type: ignore[arg-type]
+    # MK151 `s["o_proj"].sync(` | sync = 'tagged' is not known | choose one of
+    # mend: "tagged" => «mk.Sentinel(...)»
+
+
+def sync_as_class(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Flag)  # type: ignore[arg-type]
+    # MK151 `s["o_proj"].sync(` | sync = <class | choose one of
+    # mend: mk.Flag => «mk.Flag(...)»
+
+
+def level_as_text(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Tagged(level="gpu"))  # type: ignore[arg-type]
+    # MK151 `s["o_proj"].sync(` | sync level = 'gpu' is not known | choose one of
+    # mend: "gpu" => «mk.Level.GPU»
+
+
+def level(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Tagged(level=mk.Level.GROUP))
+    # MK541 spec `mk.linear(a` | its sync spans a group | or read the value in the block that writes it
+    # mend: level=mk.Level.GROUP => «level=mk.Level.GPU»
+
+
+def op(s: ScheduleBlock) -> None:
+    s["o_prj"].prefetch(l2=1024)
+    # MK152 `s["o_prj"].prefetch(` | no op is called 'o_prj' | the ops are: embed
+    # mend: o_prj => «o_proj»
+
+
+def op_by_number(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=1024, ahead_of=3)  # type: ignore[arg-type]
+    # MK152 `s["o_proj"].prefetch(` | no op is called 3 | the ops are: embed
+    # mend: ahead_of=3 => ahead_of="«attention»"
+
+
+def role(s: ScheduleBlock) -> None:
+    s.role("kv_loader", warps=1)
+    # MK153 `s.role(` | no role is called 'kv_loader' | a new role needs
+    # mend: warps=1) => warps=1, «kind="loader"»)\n    s.ring("kv_loader", stages=2, stage_bytes=8192, window=8192)
+
+
+def edge(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "o_proj").sync(mk.Flag())
+    # MK154 `s.edge(` | 'o_proj' reads nothing from 'qkv_proj' | the readers of 'qkv_proj' are
+    # mend: "o_proj" => "«attention»"
+
+
+def ring(s: ScheduleBlock) -> None:
+    s.ring("weight", stages=4)
+    # MK155 `s.ring(` | no ring or loader role is called 'weight' | the rings are: weights
+    # mend: "weight" => "«weights»"
+
+
+def ring_of_a_new_role(s: ScheduleBlock) -> None:
+    s.role("kv_loader", warps=1, kind="loader")
+    s.ring("kv_loader", stages=2)
+    # MK156 `s.ring(` | role 'kv_loader' has no ring yet | give all of
+    # mend: stages=2 => «stages=»2, «stage_bytes=»8192, «window=»8192
+
+
+def warps(s: ScheduleBlock) -> None:
+    s.role("consumer", warps=4)
+    s.warps(12)
+    # MK157 `s.warps(` | warps(12) does not match the roles: loader 1, consumer 4 | make the roles add up to 12
+    # mend: s.warps(12) => s.warps(5)
+
+
+def split_of_a_linear(s: ScheduleBlock) -> None:
+    s["o_proj"].split(kv=4)
+    # MK158 `s["o_proj"].split(` | 'o_proj' is no attention | is for attention ops
+    # mend: "o_proj" => "«attention»"
+    # mend: kv=4 => kv=2
+
+
+def chunk(s: ScheduleBlock) -> None:
+    s["o_proj"].split(chunk=7)
+    # MK160 `s["o_proj"].split(` | chunk of 'o_proj' is 7 tiles, a row group of it has 1 | choose a divisor of 1
+    # mend: chunk=7 => chunk=«0»
+
+
+def too_many_warps(s: ScheduleBlock) -> None:
+    s.warps(33)
+    # MK161 `s.warps(` | asks for 33 warps, sm_90a has room for 32 per block | use fewer consumer or loader warps
+    # mend: 33 => 16
+
+
+def too_few_registers(s: ScheduleBlock) -> None:
+    s.role("consumer", warps=16)
+    # MK162 `s.role(` | 17 warps leave 120 registers per thread | use fewer warps
+    # mend: warps=16 => warps=15
+
+
+def blocks(s: ScheduleBlock) -> None:
+    s.blocks(133)
+    # MK163 `s.blocks(` | asks for 133 blocks, sm_90a runs at most 132 at once | choose 1 to
+    # mend: 133 => «132»
+
+
+def stage_bytes(s: ScheduleBlock) -> None:
+    s.ring("weights", stage_bytes=1000)
+    # MK164 `s.ring(` | ring 'weights' has stages of 1000 bytes, but a KV chunk of attention needs 4096 | or a larger multiple of 128
+    # mend: stage_bytes=1000 => «stage_bytes=4096»
+
+
+def slots(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Tagged(slots=3))
+    # MK165 `s["o_proj"].sync(` | Tagged on 'x' has 3 slots | a power of two
+    # mend: mk.Tagged(slots=3) => «mk.Tagged(slots=4)»
+
+
+def slots_of_a_sentinel(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").sync(mk.Sentinel(slots=2))
+    # MK165 `s.edge(` | Sentinel on 'qkv_proj' has 2 slots | at least 4
+    # mend: mk.Sentinel(slots=2) => «mk.Sentinel(slots=4)»
+
+
+def kv_split(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=400)
+    # MK166 `s["attention"].split(` | kv split of 'attention' is 400 | choose a value from 1 to 4
+    # mend: 400 => «4»
+
+
+def share_offset(s: ScheduleBlock) -> None:
+    s["o_proj"].split(share_offset=4)
+    # MK166 `s["o_proj"].split(` | share_offset of 'o_proj' is 4 | choose a value from 0 to 3
+    # mend: share_offset=4 => share_offset=«3»
+
+
+def batch(s: ScheduleBlock) -> None:
+    s.batch(33)
+    # MK166 `s.batch(` | batch is 33 | choose a value from 1 to 32
+    # mend: 33 => «32»
+
+
+def max_kv(s: ScheduleBlock) -> None:
+    s.max_kv(1 << 30)
+    # MK166 `s.max_kv(` | max_kv is 1073741824 | choose a value from 1 to 16777216
+    # mend: 1 << 30 => 1 << 12
+
+
+def too_many_stages(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=65, stage_bytes=4 * KIB)
+    # MK169 `s.ring(` | ring 'weights' has 65 stages | use at most 64 stages
+    # mend: stages=65 => stages=«64» // 2
+
+
+def ring_too_large(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=20)
+    # MK170 `s.ring(` | sm_90a gives a block 232448 | ring stages, or fewer tokens
+    # mend: stages=20 => stages=«at most (\d+) ring»
+
+
+def stage_too_large(s: ScheduleBlock) -> None:
+    s.ring("weights", stage_bytes=1024 * KIB)
+    # MK170 `s.ring(` | sm_90a gives a block 232448 | use stages of at most
+    # mend: 1024 * KIB => «at most (\d+) bytes»
+
+
+def ring_too_short(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=1)
+    # MK177 `s.ring(` | ring 'weights' has 1 stages, but 'lm_head' reads 2 vectors at once | use at least 2 stages
+    # mend: stages=1 => stages=«2»
+
+
+def loader_without_a_ring(s: ScheduleBlock) -> None:
+    s.role("late", warps=1, kind="loader")
+    # MK178 `s.role(` | loader 'late' has no ring | window=...
+    # mend: kind="loader")\n => kind="loader")\n    «s.ring('late', stages=..., stage_bytes=..., window=...)»\n
+
+
+def wide_loader(s: ScheduleBlock) -> None:
+    s.role("loader", warps=2)
+    # MK179 `s.role(` | the roles are loader (loader, 2 warps), consumer (consumer, 8 warps) | for loaders
+    # mend: warps=2 => «warps=1»
+
+
+def no_consumer(s: ScheduleBlock) -> None:
+    s.role("consumer", warps=8, kind="loader")
+    # MK179 `s.role(` | consumer (loader, 8 warps) | keep one role of kind
+    # mend: kind="loader" => kind=«"consumer"»
+
+
+def l2_of_odd_bytes(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=1000)
+    # MK188 `s["o_proj"].prefetch(` | l2 prefetch of 'o_proj' is 1000 bytes | use a multiple of 16
+    # mend: l2=1000 => l2=1008
+
+
+def l2_of_cached_rows(s: ScheduleBlock) -> None:
+    s["attention"].prefetch(l2=1024)
+    # MK240 `s["attention"].prefetch(` | which streams no weights of its own | prefetch the linears
+    # mend: "attention" => "o_proj"
+
+
+def misspelt_keyword(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(smen="ring")  # type: ignore[call-arg]
+    # MK220 `s["o_proj"].prefetch(` | got an unexpected keyword argument 'smen' | call it as OpHandle.prefetch(
+    # mend: smen= => «smem=»
+
+
+def misspelt_method(s: ScheduleBlock) -> None:
+    s["o_proj"].prefech(smem="ring")  # type: ignore[attr-defined]
+    # MK220 `s["o_proj"].prefech` | has no attribute 'prefech' | it has
+    # mend: prefech => «prefetch»
+
+
+def role_without_warps(s: ScheduleBlock) -> None:
+    s.role("consumer")  # type: ignore[call-arg]
+    # MK220 `s.role(` | missing 1 required keyword-only argument: 'warps' | call it as ScheduleBlock.role(
+    # mend: "consumer") => "consumer", «warps»=8)
+
+
+def parts_of_one_tile(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=2)
+    # MK241 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
+    # mend: ways=2 => ways=«1»
+
+
+def parts_behind_a_norm(s: ScheduleBlock) -> None:
+    s["qkv_proj"].columns(ways=2)
+    # MK241 `s["qkv_proj"].columns(` | in 2 parts: its prologue must see whole rows | split a linear without a norm in front
+    # mend: ways=2 => ways=1
+
+
+def no_parts(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=0)
+    # MK150 `s["o_proj"].columns(` | columns ways = 0 is not an integer of at least 1 | give a whole number
+    # mend: ways=0 => ways=1

@@ -1,0 +1,186 @@
+"""Every declared diagnostic has a test that provokes it; none is missing, none is stale."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_broken_specs import codes
+
+import megadsl
+from megadsl.diagnostics import CATALOGUE
+
+TESTS = Path(__file__).parent
+DECLARED = re.compile(r"declare\(\s*\"(MK\d+)\"")
+
+# What no spec or schedule file alone provokes: its test, as file.py::function, by code.
+ELSEWHERE: dict[str, str] = {
+    "MK001": "test_dsl_schedule.py::test_unknown_arch",
+    "MK100": "test_dsl_errors.py::test_outside_a_kernel",
+    "MK108": "test_dsl_errors.py::test_tensor_of_another_kernel",
+    "MK125": "test_lower_graph_errors.py::test_an_unknown_op",
+    "MK133": "test_lower_graph_errors.py::test_a_read_before_its_write",
+    "MK134": "test_lower_graph_errors.py::test_a_cycle",
+    "MK135": "test_lower_graph_errors.py::test_recorded_shapes_are_checked",
+    "MK167": "test_lower_schedule.py::test_an_architecture_that_lacks_something",
+    "MK168": "test_lower_schedule.py::test_refusals",
+    "MK180": "test_dsl_registry.py::test_unknown_model",
+    "MK181": "test_dsl_registry.py::test_missing_files",
+    "MK182": "test_dsl_registry.py::test_files_that_do_not_load",
+    "MK183": "test_dsl_registry.py::test_no_kernel",
+    "MK184": "test_dsl_registry.py::test_unknown_and_ambiguous_kernels",
+    "MK185": "test_dsl_registry.py::test_broken_configuration",
+    "MK186": "test_dsl_registry.py::test_broken_models_dict",
+    "MK224": "test_dsl_schedule.py::test_what_is_no_kernel",
+    "MK301": "test_build_nvcc.py::test_no_compiler_names_the_pip_line",
+    "MK302": "test_build_nvcc.py::test_a_refused_kernel_shows_the_compilers_own_lines",
+    "MK303": "test_build_cache.py::test_an_unwritable_cache_warns_once_and_works",
+    "MK304": "test_build_nvcc.py::test_a_compiler_that_will_not_do",
+    "MK305": "test_build_nvcc.py::test_a_newer_toolkit_is_a_warning",
+    "MK306": "test_build_nvcc.py::test_a_compiler_that_will_not_do",
+    "MK307": "test_diagnostics_environment.py::test_an_unknown_stage_to_keep",
+    "MK308": "test_build_nvcc.py::test_too_much_hot_code_names_the_biggest_role",
+    "MK309": "test_build_nvcc.py::test_spills_are_counted_and_warned_of",
+    "MK310": "test_build_nvcc.py::test_an_out_that_is_a_file_is_refused",
+    "MK311": "test_diagnostics_environment.py::test_without_compilers",
+    "MK312": "test_diagnostics_environment.py::test_source_that_gcc_refuses",
+    "MK360": "test_emulator_schedules.py::test_faults",
+    "MK361": "test_emulator_schedules.py::test_a_launch_that_does_not_fit_the_kernel",
+    "MK362": "test_diagnostics_environment.py::test_without_compilers",
+    "MK363": "test_detector.py::test_a_race_is_a_diagnostic",
+    "MK364": "test_detector.py::test_a_race_is_a_diagnostic",
+    "MK365": "test_detector.py::test_a_race_is_a_diagnostic",
+    "MK366": "test_detector.py::test_a_race_is_a_diagnostic",
+    "MK400": "test_runtime_gguf.py::test_packages_that_are_missing_are_named",
+    "MK401": "test_runtime_gguf.py::test_refusals",
+    "MK402": "test_runtime_gguf.py::test_refusals",
+    "MK403": "test_runtime_gguf.py::test_every_truncation_is_a_diagnostic",
+    "MK404": "test_runtime_gguf.py::test_absurd_counts_end_at_once",
+    "MK405": "test_runtime_gguf.py::test_refusals",
+    "MK406": "test_runtime_gguf.py::test_refusals",
+    "MK407": "test_runtime_gguf.py::test_refusals",
+    "MK408": "test_diagnostics_environment.py::test_the_demo_weights_are_not_installed",
+    "MK410": "test_runtime_gguf.py::test_packages_that_are_missing_are_named",
+    "MK411": "test_diagnostics_environment.py::test_a_tokenizer_that_contradicts_itself",
+    "MK420": "test_weights_check.py::test_everything_wrong_is_listed_at_once",
+    "MK421": "test_weights_check.py::test_everything_wrong_is_listed_at_once",
+    "MK422": "test_weights_check.py::test_everything_wrong_is_listed_at_once",
+    "MK423": "test_weights_check.py::test_everything_wrong_is_listed_at_once",
+    "MK424": "test_runtime_program.py::test_wrong_set_up",
+    "MK430": "test_diagnostics_environment.py::test_no_room_for_packed_weights",
+    "MK440": "test_diagnostics_environment.py::test_gpus_that_will_not_do",
+    "MK441": "test_diagnostics_environment.py::test_gpus_that_will_not_do",
+    "MK442": "test_diagnostics_environment.py::test_gpus_that_will_not_do",
+    "MK443": "test_diagnostics_environment.py::test_gpus_that_will_not_do",
+    "MK444": "test_runtime_queue.py::test_a_stream_of_fewer_sms_is_a_diagnostic",
+    "MK445": "gpu/test_runtime_gpu.py::test_limits_are_diagnostics",
+    "MK446": "test_diagnostics_environment.py::test_a_driver_call_that_fails",
+    "MK447": "test_runtime_program.py::test_wrong_set_up",
+    "MK448": "test_runtime_program.py::test_wrong_set_up",
+    "MK449": "test_runtime_queue.py::test_a_busy_gpu_is_a_diagnostic",
+    "MK450": "test_runtime_program.py::test_bad_input",
+    "MK451": "test_runtime_program.py::test_bad_input",
+    "MK452": "test_runtime_program.py::test_bad_input",
+    "MK453": "test_runtime_program.py::test_bad_input",
+    "MK454": "test_runtime_program.py::test_bad_input",
+    "MK455": "test_runtime_program.py::test_bad_input",
+    "MK456": "test_runtime_program.py::test_bad_input",
+    "MK457": "test_runtime_program.py::test_wrong_set_up",
+    "MK458": "test_runtime_program.py::test_bad_input",
+    "MK459": "test_runtime_program.py::test_wrong_set_up",
+    "MK460": "test_runtime_program.py::test_stamps_become_a_table",
+    "MK500": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK501": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK502": "test_check_mutants.py::test_why_sentinels_need_four_slots",
+    "MK503": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK510": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK511": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK512": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK513": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK514": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK520": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK521": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK522": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK523": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK524": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK530": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK531": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK532": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK533": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK534": "test_check_mutants.py::test_rows_appended_under_a_reader",
+    "MK540": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK542": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK543": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK544": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK545": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK546": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK550": "test_check_mutants.py::test_budgets",
+}
+
+
+def catalogue() -> set[str]:
+    """All codes, after every module has declared its own."""
+    for module in pkgutil.walk_packages(megadsl.__path__, "megadsl."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    package = Path(megadsl.__path__[0])
+    found = {code for path in package.rglob("*.py") for code in DECLARED.findall(path.read_text())}
+    assert found <= set(CATALOGUE)  # tests declare codes of their own
+    return found
+
+
+@cache
+def _module(file: str) -> tuple[str, dict[str, ast.stmt]]:
+    """The text of a test file, and its statements by the names that they define."""
+    text = (TESTS / file).read_text()
+    found: dict[str, ast.stmt] = {}
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            found[statement.name] = statement
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found.update({t.id: statement for t in targets if isinstance(t, ast.Name)})
+    return text, found
+
+
+def strings(file: str, name: str) -> Iterator[str]:
+    """The string constants of a test, and of what it uses of its file: tables of cases, helpers."""
+    _, statements = _module(file)
+    seen, todo = set(), [name]
+    while todo:
+        at = todo.pop()
+        if at in seen or at not in statements:
+            continue
+        seen.add(at)
+        for node in ast.walk(statements[at]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.Name):
+                todo.append(node.id)
+
+
+def test_every_code_has_its_test() -> None:
+    here, broken = catalogue(), codes()
+    assert here - broken - set(ELSEWHERE) == set(), "no test provokes these: add a broken spec, or name the test in ELSEWHERE"
+    assert (broken | set(ELSEWHERE)) - here == set(), "these are not declared any more"
+    assert broken & set(ELSEWHERE) == set(), "these have a broken spec: take them off ELSEWHERE"
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_the_named_test_provokes_its_code(code: str) -> None:
+    file, _, name = ELSEWHERE[code].partition("::")
+    assert name.startswith("test_") and isinstance(_module(file)[1].get(name), ast.FunctionDef), f"there is no {ELSEWHERE[code]}"
+    assert any(code in text for text in strings(file, name)), f"{ELSEWHERE[code]} does not mention {code}"
+
+
+def test_every_entry_says_what_and_how() -> None:
+    catalogue()
+    for code, entry in CATALOGUE.items():
+        assert entry.message and entry.mend, code
+        assert "NoneType" not in entry.message, code

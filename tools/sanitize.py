@@ -1,0 +1,216 @@
+"""Small models under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck, synccheck, on a GPU.
+
+    python -m tools.sanitize --out DIR
+
+Every case (model, tokens, kind of sync) takes two steps, twice; each tool must see the same logits as a run without it. DIR gets the
+tools' whole reports, and summary.json: how many findings each tool has in which lines. tools/barriers.cu runs under racecheck and
+synccheck beside it: what they say of kernels that are right tells how to read what they say of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megadsl as mk
+from megadsl.build.nvcc import build_cubin
+from megadsl.build.toolchain import find_tool
+from megadsl.driver import Compiled, compile_model
+from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.registry import load
+from megadsl.ir.graph import Attention
+from megadsl.ir.schedule import Sync
+from megadsl.machine import DEFAULT_ARCH
+from megadsl.resources import include
+from megadsl.runtime.pack import pack_weights
+from megadsl.runtime.program import Program
+from megadsl.runtime.weights import random_weights
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+MODELS = ("llama-tiny", "llama-tiny-odd")
+TOKENS = (1, 4)
+SYNCS: dict[str, Sync] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
+CASES = tuple(f"{model}/{tokens}/{sync}" for model in MODELS for tokens in TOKENS for sync in SYNCS)
+
+BLOCKS, MAX_KV = 8, 64
+KV = (0, 17)  # cached rows of the two steps
+PATIENCE_S = 900.0  # a tool makes a kernel hundreds of times slower
+
+BARRIERS = ("arrive", "copy", "refill", "elect", "race")  # the kernels of tools/barriers.cu, by number
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+FINDING = re.compile(
+    r"=+ (?:Error: |Warning: )?((?:Race reported|Potential \w+ hazard|Invalid |Uninitialized |Barrier error|Program hit).*)"
+)
+LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
+
+
+def compiled(case: str) -> Compiled:
+    """A case's kernel: one kind of sync on every edge."""
+    model, tokens, sync = case.split("/")
+    kernel, config = load(model)
+    kernel = Kernel(kernel.function)
+    graph = compile_model(model, tokens=int(tokens), max_kv=MAX_KV, check=False).graph
+    with mk.schedule(kernel) as s:
+        for name in {value.producer for value in graph.values}:
+            s[name].sync(SYNCS[sync])
+        for op in graph.ops:
+            if isinstance(op, Attention):
+                s.edge(op.name, op.name).sync(SYNCS[sync])
+    return compile_model(kernel, config=config, tokens=int(tokens), blocks=BLOCKS, max_kv=MAX_KV)
+
+
+def play(case: str) -> str:
+    """Run a case; a hash of what its steps left."""
+    made = compiled(case)
+    arena = pack_weights(made.manifest, random_weights(made.manifest, 3), "cuda", progress=False, cache=False)
+    program = Program(made.manifest, made.source, "cuda", arena, timeout_s=PATIENCE_S, patience_s=2 * PATIENCE_S)
+    tokens, vocab, digest = made.manifest["tokens"], made.manifest["vocab"], hashlib.sha256()
+    for repeat in range(2):
+        program.reset()
+        for kv in KV:
+            ids = [(13 * kv + 7 * i + 1) % vocab for i in range(tokens)]
+            program.control.set_inputs(kv, ids, range(kv, kv + tokens), [(2 << i) - 1 for i in range(tokens)])
+            program.launch()
+            program.check()
+            found = program.logits[:tokens].cpu()
+            assert bool(found.isfinite().all()), f"{case}: logits are not finite"
+            digest.update(found.numpy().tobytes() if repeat == 0 else b"")
+    return digest.hexdigest()[:16]
+
+
+def child(cases: Sequence[str]) -> None:
+    """In a process of its own, perhaps under a tool: one line a case."""
+    for case in cases:
+        began = time.perf_counter()
+        print(f"case {case} {play(case)} {time.perf_counter() - began:.1f}", flush=True)
+
+
+def summarise(text: str) -> dict[str, Any]:
+    """Findings of one report: the tool's own count, kinds of findings, and the lines of ours that they stand in."""
+    counts = [int(a or b) for a, b in SUMMARY.findall(text)]
+    kinds: Counter[str] = Counter()
+    for found in FINDING.findall(text):
+        kinds[re.sub(r"0x[0-9a-f]+|\d+", "N", found)[:120]] += 1
+    lines = Counter(f"{name}:{number}" for name, number in LINE.findall(text))
+    return {"findings": sum(counts) if counts else None, "kinds": dict(kinds.most_common(20)), "lines": dict(lines.most_common(40))}
+
+
+def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float, options: Sequence[str]) -> dict[str, Any]:
+    """Run a command under a tool (None: without), with its report in a file; how it went."""
+    wrapped = list(command)
+    if tool is not None:
+        wrapped = ["compute-sanitizer", "--tool", tool, "--log-file", str(report), "--print-limit", "200", *options, *command]
+    # without torch's cache every tensor is an allocation of its own, and an access behind its end is found
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    code: int | None = None
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+        output, _ = process.communicate()
+    said = report.read_text(errors="replace") if report.exists() else ""
+    found = {"tool": tool or "none", "seconds": round(time.perf_counter() - began, 1), "exit": code, "timed_out": code is None}
+    return found | {"output": output.splitlines()[-40:]} | (summarise(said) if tool else {})
+
+
+def models(
+    tools: Sequence[str], cases: Sequence[str], out: Path, limit_s: float, jobs: int, options: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All cases without a tool, then under each."""
+    command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *cases]
+
+    def run(tool: str | None) -> dict[str, Any]:
+        own = [] if tool in (None, "initcheck") else ["--kernel-name", "kns=megakernel"]  # initcheck must see torch's writes
+        found = under(tool, command, out / f"models-{tool}.txt", limit_s, [*own, *options])
+        digests = dict(re.findall(r"case (\S+) (\S+) ", "\n".join(found["output"])))
+        print(
+            f"{found['tool']:<10} {found['seconds']:>6} s  exit {found['exit']}  cases {len(digests)}  findings {found.get('findings')}",
+            flush=True,
+        )
+        return found | {"digests": digests}
+
+    plain = run(None)
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = list(pool.map(run, tools))
+    for row in rows:
+        row["as_without"] = {case: row["digests"].get(case) == digest for case, digest in plain["digests"].items()}
+    return [plain, *rows]
+
+
+def barriers(tools: Sequence[str], out: Path, options: Sequence[str]) -> list[dict[str, Any]]:
+    """tools/barriers.cu under the tools that know about shared memory."""
+    binary, report, rows = out / "barriers", out / "barrier.txt", []
+    nvcc = shutil.which("nvcc") or str(find_tool("nvcc").path)  # an executable needs a toolkit to link with, not a wheel
+    arch = f"-gencode=arch=compute_{DEFAULT_ARCH.removeprefix('sm_')},code={DEFAULT_ARCH}"
+    source = str(Path(__file__).parent / "barriers.cu")
+    command = [nvcc, arch, "-std=c++17", "-O3", "-lineinfo", f"-I{include()}", source, "-o", str(binary)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode != 0:
+        return [{"kernel": "none", "error": built.stdout + built.stderr}]
+    with (out / "barriers.txt").open("w") as reports:
+        for (number, name), tool in product(enumerate(BARRIERS), tools):
+            found = under(tool, [str(binary), str(number)], report, 120, options)
+            print(f"barriers {name:<8} {tool:<10} exit {found['exit']}  findings {found['findings']}", flush=True)
+            rows.append({"kernel": name} | found)
+            if report.exists():
+                reports.write(f"==== {name}, {tool}\n{report.read_text(errors='replace')}\n")
+                report.unlink()
+    binary.unlink()
+    return rows
+
+
+def build(cases: Sequence[str]) -> None:
+    """All cubins, side by side."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda case: build_cubin(compiled(case).source, DEFAULT_ARCH, [include()], {}), cases))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds that one tool may take")
+    parser.add_argument("--jobs", type=int, default=4, help="tools that run at the same time")
+    parser.add_argument("--options", default="", help="more options for compute-sanitizer, separated by spaces")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.cases)
+        return
+    if args.out is None:
+        parser.error("--out is missing")
+    args.out.mkdir(parents=True, exist_ok=True)
+    options = args.options.split()
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")
+    build(args.cases)
+    shared = [tool for tool in args.tools if tool in ("racecheck", "synccheck")]
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "version": version}
+    found["barriers"] = barriers(shared, args.out, options)
+    found["models"] = models(args.tools, args.cases, args.out, args.limit, args.jobs, options)
+    (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
