@@ -48,9 +48,7 @@ def test_every_placement_holds(name: str, blocks: int | None, decide: object) ->
     assert check_plan(plan(name, decide, blocks=blocks)).findings == ()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sync", [mk.Tagged(2), mk.Sentinel(4), mk.Flag(2)], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16])
-@pytest.mark.parametrize("blocks", [7, 8, 132])
+@pytest.mark.parametrize(("blocks", "tokens", "sync"), [(7, 1, mk.Sentinel(4)), (8, 16, mk.Flag(2)), (132, 16, mk.Tagged(2))], ids=str)
 @pytest.mark.parametrize("ways", [{"down_proj": 8}, {"down_proj": 4, "o_proj": 2}], ids=str)
 def test_split_columns_hold(ways: dict[str, int], blocks: int, tokens: int, sync: mk.Tagged) -> None:
     """Blocks with one part, with two, with several; fewer blocks than parts; more than row groups."""

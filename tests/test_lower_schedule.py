@@ -112,7 +112,7 @@ def test_parts_of_columns_are_whole_tiles() -> None:
     found = one(findings(lambda: verify_schedule(graph, schedule, GPU)), "MK241")
     assert "in 3 parts: they are 8 tiles" in found.message and "here 1, 2, 4, 8 parts are possible" in found.mend
     found = one(findings(lambda: verify_schedule(graph, with_op(schedule, "down_proj", ways=4, chunk=8), GPU)), "MK160")
-    assert "chunk of 'down_proj' is 8 tiles, a row group of it has 2 in a part of its columns" in found.message
+    assert "chunk of 'down_proj' is 8 tiles, a row group of it has 2 in each of the 4 parts of its columns" in found.message
 
 
 SPLITS = [(256, 8, 128, 1), (256, 8, 132, 1), (32, 3, 7, 2), (5, 2, 30, 1), (16, 8, 3, 2)]
