@@ -109,7 +109,7 @@ def test_balance_beats_no_rotation_and_keeps_what_the_user_set() -> None:
 def test_parts_of_columns_are_whole_tiles() -> None:
     graph = model_graph("llama-3.2-1b")
     schedule = with_op(default(graph), "down_proj", ways=3)
-    found = one(findings(lambda: verify_schedule(graph, schedule, GPU)), "MK241")
+    found = one(findings(lambda: verify_schedule(graph, schedule, GPU)), "MK242")
     assert "in 3 parts: they are 8 tiles" in found.message and "here 1, 2, 4, 8 parts are possible" in found.mend
     found = one(findings(lambda: verify_schedule(graph, with_op(schedule, "down_proj", ways=4, chunk=8), GPU)), "MK160")
     assert "chunk of 'down_proj' is 8 tiles, a row group of it has 2 in each of the 4 parts of its columns" in found.message
@@ -177,10 +177,10 @@ LOADER, CONSUMER = Role("loader", "loader", 1), Role("consumer", "consumer", 8)
         ("MK166", lambda s: with_op(s, "o_proj", share_offset=4), "share_offset of 'o_proj' is 4", "choose a value from 0 to 3"),
         ("MK168", lambda s: with_op(s, "o_proj", prefetch=Prefetch(hint="later")), "hint 'later' for 'o_proj'", "use evict_first"),
         ("MK160", lambda s: with_op(s, "down_proj", chunk=3), "chunk of 'down_proj' is 3 tiles, a row group of it has 1", "a divisor of 1"),
-        ("MK241", lambda s: with_op(s, "down_proj", ways=2), "'down_proj' cannot be split in 2 parts: they are one tile", "here 1"),
-        ("MK241", lambda s: with_op(s, "qkv_proj", ways=2), "in 2 parts: its prologue must see whole rows", "without a norm in front"),
-        ("MK241", lambda s: with_op(s, "lm_head", ways=2), "in 2 parts: its products leave as logits", "split a linear"),
-        ("MK241", lambda s: with_op(s, "attention", ways=2), "in 2 parts: it is no linear", "split a linear"),
+        ("MK242", lambda s: with_op(s, "down_proj", ways=2), "'down_proj' cannot be split in 2 parts: they are one tile", "here 1"),
+        ("MK242", lambda s: with_op(s, "qkv_proj", ways=2), "in 2 parts: its prologue must see whole rows", "without a norm in front"),
+        ("MK242", lambda s: with_op(s, "lm_head", ways=2), "in 2 parts: its products leave as logits", "split a linear"),
+        ("MK242", lambda s: with_op(s, "attention", ways=2), "in 2 parts: it is no linear", "split a linear"),
         ("MK160", lambda s: with_op(s, "attention", chunk=1), "chunk of 'attention' is 1 tiles", "or 0 to let the compiler choose"),
         ("MK178", with_roles(LOADER, Role("late", "loader", 1), CONSUMER), "loader 'late' has no ring", "s.ring('late', stages="),
         ("MK179", with_roles(Role("loader", "loader", 2), CONSUMER), "the roles are loader (loader, 2 warps)", "use warps=1 for loaders"),

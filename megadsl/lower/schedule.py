@@ -58,7 +58,7 @@ BAD_CHUNK = declare(
     "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
 BAD_WAYS = declare(
-    "MK241",
+    "MK242",
     "the columns of {op!r} cannot be split in {ways} parts: {why}",
     "split a linear without a norm in front, in whole tiles: here {choices} parts are possible",
 )

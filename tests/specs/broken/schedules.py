@@ -262,13 +262,13 @@ def role_without_warps(s: ScheduleBlock) -> None:
 
 def parts_of_one_tile(s: ScheduleBlock) -> None:
     s["o_proj"].columns(ways=2)
-    # MK241 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
+    # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
     # mend: ways=2 => ways=«1»
 
 
 def parts_behind_a_norm(s: ScheduleBlock) -> None:
     s["qkv_proj"].columns(ways=2)
-    # MK241 `s["qkv_proj"].columns(` | in 2 parts: its prologue must see whole rows | split a linear without a norm in front
+    # MK242 `s["qkv_proj"].columns(` | in 2 parts: its prologue must see whole rows | split a linear without a norm in front
     # mend: ways=2 => ways=1
 
 
