@@ -162,7 +162,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: add the splits  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_merge<mk::Tagged, AttentionTiling>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
+      mk::run_merge<mk::Tagged, AttentionTiling, 1>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
       mk::publish<mk::Tagged>(block, 14, s.attention_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 4, u32(s.step.stamps), layers);
     }

@@ -15,6 +15,8 @@ from megadsl.types import Level, ceil_div, round_up
 FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
 SENTINEL_EMPTY = 0xFF
 LASTS_PER_VECTOR = 7
+WARP_THREADS = 32
+MERGE_AT_ONCE = 2  # splits that a lane polls together, three vectors each
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,20 @@ def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
     if isinstance(op, Linear):
         return Sharing(tiling(op).shares, offset)
     return Sharing(ceil_div(features, GROUP_ROWS), offset)
+
+
+def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, int]:
+    """Lanes that share an item of a merge (a group of features of a token), and splits that a lane polls together.
+
+    A lane a split, but half as many with two each where all items would not find lanes in one turn: a turn more is one more
+    trip to the other blocks' parts.
+    """
+    share, splits = sharing(op, op.heads * op.head_dim, schedule), schedule.op(op.name).splits
+    items = largest_share(share.groups, schedule.blocks, share.share_offset) * tokens
+    lanes = min(WARP_THREADS, 1 << (splits - 1).bit_length())
+    if lanes > 1 and items * lanes > schedule.consumer.warps * WARP_THREADS:
+        lanes //= 2
+    return lanes, min(MERGE_AT_ONCE, ceil_div(splits, lanes))
 
 
 def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:

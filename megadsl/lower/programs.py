@@ -9,7 +9,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -360,7 +360,8 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     round_ = sequence(builder, parts.name, op.name)
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
-    args = {"parts": parts.name, "wire": parts.wire, "round": round_}
+    at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)[1]
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "at_once": at_once}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)

@@ -252,8 +252,10 @@ def _check_chunk(graph: Graph, how: OpSchedule, asked: Overrides, found: Collect
     pieces = tiling(op).pieces // how.ways if isinstance(op, Linear) else 0
     whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
     if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
-        why = " and its prologue must see whole rows" if whole else f" in each of the {how.ways} parts of its columns" if how.ways > 1 else ""
-        found.add(BAD_CHUNK, asked.said(op.span, "chunk", how.op), op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
+        parts = f" in each of the {how.ways} parts of its columns" if how.ways > 1 else ""
+        why = " and its prologue must see whole rows" if whole else parts
+        where = asked.said(op.span, "chunk", how.op)
+        found.add(BAD_CHUNK, where, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 
 def _having(feature: str) -> str:
