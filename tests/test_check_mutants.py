@@ -46,19 +46,27 @@ def base(kind: str = "default") -> Plan:
             return plan("llama-tiny", every(mk.Flag(2)), blocks=132)
         case "gated":
             return plan("llama-tiny", gated, blocks=5)
+        case "reduced":
+            return plan("llama-tiny", lambda s: s["qkv_proj"].scale("before"), blocks=5)
         case "logits":
             return plan(f"{SPECS / 'shapes.py'}:flat", lambda s: s["embed"].sync(mk.Flag(2)), fields=FIELDS, blocks=132)
         case "smollm2":
             return plan("smollm2-135m")
         case "chunked":
             return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=1) and None, tokens=16)
+    return split_base(kind) or plan("llama-tiny", blocks=5)
+
+
+def split_base(kind: str) -> Plan | None:
+    """Those of them with split columns."""
+    match kind:
         case "split":
             return plan("llama-tiny", split_sentinels, 2, blocks=7, fields={**PIECES, "num_hidden_layers": 5})
         case "split, flag":
             return plan("llama-tiny", split(mk.Flag(2), down_proj=3), 2, blocks=7, fields=PIECES)
         case "split, in chunks":
             return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=2) and None, tokens=16, blocks=33)
-    return plan("llama-tiny", blocks=5)
+    return None
 
 
 def refused(broken: Plan, code: str, *texts: str) -> None:
@@ -207,7 +215,9 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "winners": ("default", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
     "choice": ("default", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
     "chosen tokens": ("default", unmet("argmax", "end"), "MK510", ("'control.next_ids'",)),
-    "reductions": ("default", without("sync"), "MK510", ("writes activations: gather", "reduce of")),
+    "scales": ("default", unmet("matrix", "partials"), "MK510", ("'scalars'",)),
+    "last elements": ("default", unmet("matrix", "gathered"), "MK510", ("'partials'",)),
+    "reductions": ("reduced", without("sync"), "MK510", ("writes activations: gather", "reduce of")),
     "kept in the overlay": (
         "default",
         lambda p: with_words(with_area(p, "kept.x", offset=area(p, "activations"), overlay=True), "x_kept", {0: area(p, "activations")}),

@@ -127,6 +127,11 @@ def test_splits() -> None:
     assert after.op("o_proj").share_offset == 5
 
 
+def test_scale() -> None:
+    before, after = scheduled(lambda s: s["qkv_proj"].scale("before").scale("after"))
+    assert after.op("qkv_proj") == replace(before.op("qkv_proj"), scale="after")
+
+
 def test_syncs() -> None:
     sentinel, flag, tagged = mk.Sentinel(slots=8), mk.Flag(), mk.Tagged(slots=4, level=Level.GROUP)
 
@@ -209,6 +214,7 @@ BAD_VALUES: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s.role("x", warps=1, kind="storer"), "MK151", "role kind = 'storer'", "loader, consumer"),
     (lambda s: s["o_proj"].prefetch(smem="l2"), "MK151", "prefetch smem = 'l2'", "ring, None"),
     (lambda s: s["o_proj"].prefetch(hint="sticky"), "MK151", "prefetch hint = 'sticky'", "evict_first, evict_normal, evict_last"),
+    (lambda s: s["o_proj"].scale("never"), "MK151", "scale = 'never'", "before, after"),
     (lambda s: s["o_proj"].sync("tagged"), "MK151", "sync = 'tagged'", "mk.Tagged(...)"),  # type: ignore[arg-type]
 ]
 
@@ -223,6 +229,7 @@ def test_bad_values(decide: Callable[[ScheduleBlock], Any], code: str, message: 
 UNKNOWN: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s["o_prj"].prefetch(l2=1), "MK152", "no op is called 'o_prj'", "did you mean 'o_proj'? the ops are: embed, qkv_proj"),
     (lambda s: s["o_proj"].prefetch(ahead_of="atention"), "MK152", "'atention'", "did you mean 'attention'?"),
+    (lambda s: s["qkv_prj"].scale("after"), "MK152", "'qkv_prj'", "did you mean 'qkv_proj'?"),
     (lambda s: s["zzz"].sync(mk.Tagged()), "MK152", "'zzz'", "the ops are: embed"),
     (lambda s: s.edge("o_proj", "gate").sync(mk.Tagged()), "MK152", "'gate'", "the ops are: embed"),
     (lambda s: s.role("consumr", warps=4), "MK153", "no role is called 'consumr'", "did you mean 'consumer'?"),

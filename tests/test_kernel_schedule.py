@@ -1,6 +1,6 @@
 """Every knob of mk.schedule on one small model: all give right results, and most give the very same bits.
 
-Changing rounding: the consumer's warps (they share every sum), an attention's kv split and the wire of its parts, and chunk.
+Changing rounding: the consumer's warps (they share every sum), an attention's kv split and the wire of its parts, chunk, and scale.
 """
 
 from __future__ import annotations
@@ -156,6 +156,14 @@ def test_lanes_that_poll_two_splits_at_once() -> None:
     check(made, [(0, 16), (33, 16), (100, 15)], seeds=(1,))
 
 
+def test_scales_before_the_products() -> None:
+    def configure(s: ScheduleBlock) -> None:
+        for op in ("qkv_proj", "gate_up_proj", "lm_head"):
+            s[op].scale("before")
+
+    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
+
+
 @pytest.mark.parametrize(("warps", "tokens"), [(2, 16), (4, 2), (11, 5)])
 def test_consumer_warps(warps: int, tokens: int) -> None:
     made = compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=lambda s: s.role("consumer", warps=warps))
@@ -188,6 +196,10 @@ def odd_prefetch(s: ScheduleBlock) -> None:
     s["o_proj"].prefetch(l2=1000)
 
 
+def no_scale(s: ScheduleBlock) -> None:
+    s["down_proj"].scale("after")
+
+
 @pytest.mark.parametrize(
     ("configure", "code", "words"),
     [
@@ -196,6 +208,7 @@ def odd_prefetch(s: ScheduleBlock) -> None:
         (no_consumer, "MK179", "consumer (loader, 1 warps)"),
         (no_ring, "MK178", "'kv_loader' has no ring"),
         (odd_prefetch, "MK188", "'o_proj' is 1000 bytes"),
+        (no_scale, "MK241", "'down_proj' cannot be scaled"),
     ],
     ids=lambda f: getattr(f, "__name__", ""),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from tests.kernels import Bench, Result, Weights, bits, check, compiled, steps
@@ -22,6 +23,16 @@ def test_other_shapes(name: str, tokens: int, blocks: int) -> None:
     made = compiled(kernel, tokens=tokens, blocks=blocks, fields=CONFIG)
     assert made.manifest["kv"] is None and made.manifest["rope"] is None
     check(made, [(0, tokens), (0, 1), (0, tokens), (0, tokens - 1)], seeds=(1, 2))
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("separate", 3), ("flat", 16)])
+def test_a_last_unit_that_is_not_full(name: str, tokens: int) -> None:
+    """Rows that are scaled after their products, 75 features wide: the same bits whether last elements travel apart or not."""
+    kernel, fields = load(f"{SPECS / 'shapes.py'}:{name}")[0], CONFIG | {"hidden": 75}
+    plain = compiled(kernel, tokens=tokens, blocks=4, fields=fields)
+    whole = compiled(kernel, tokens=tokens, blocks=3, fields=fields, configure=lambda s: s["embed"].sync(mk.Sentinel(4)))
+    for ours, theirs in zip(*(check(made, [(0, tokens), (0, 1)], seeds=(1,)) for made in (plain, whole)), strict=True):
+        assert ours.same(theirs)
 
 
 def test_two_values_meet_in_one_prologue() -> None:

@@ -12,7 +12,7 @@ from dsl_tools import CFG, HIDDEN, findings, fuse_finds, graph_of, head, one, sq
 import megadsl as mk
 from megadsl.diagnostics import Diagnostic
 from megadsl.ir.expr import Arg, Reduce
-from megadsl.ir.graph import Attention, Fused, Graph, Linear, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Factored, Fused, Graph, Linear, Rope, ValueRef, WeightRef
 from megadsl.ir.spec import Node, Spec
 from megadsl.ir.verify_graph import InternalError, verify_graph
 from megadsl.lower.fuse import fuse
@@ -329,6 +329,8 @@ BREACHES: list[tuple[Callable[[Graph], Graph], str]] = [
     (lambda g: epilogue(g, Reduce("sum", Arg("o")), O_PROJ), "reduces in its epilogue"),
     (lambda g: epilogue(g, Arg("o"), O_PROJ, NORM), "epilogue binds ['o', 'w'], its expression reads ['o']"),
     (lambda g: epilogue(g, Arg("o"), O_PROJ, NORM), "epilogue reads a weight"),
+    (lambda g: op(g, "o_proj", factored=Factored(Arg("x"), Arg("x"))), "one that is the same along a row"),
+    (lambda g: op(g, "o_proj", factored=Factored(Arg("ghost"), Reduce("sum", Arg("x")))), "of other arguments than its prologue's"),
     (lambda g: epilogue(g, Arg("o"), ("o", ValueRef("o_proj", 0, 64))), "operand 'o' does not have 128 features"),
     (lambda g: op(g, "attention", k=ValueRef("qkv_proj", 128, 64)), "k has 64 features, not 128"),
     (lambda g: op(g, "attention", kv_heads=3), "2 heads over 3 KV heads"),

@@ -5,7 +5,8 @@
 //   1 copy      warp 0 starts a bulk copy, warp 1 waits for its mbarrier and loads
 //   2 refill    as 1; warp 1 then arrives on a second mbarrier, warp 0 waits for that and copies anew into the same bytes
 //   3 elect     as 2, but all lanes of warp 1 load and only one arrives, behind __syncwarp
-//   4 race      warp 1 loads what warp 0 stores, and nobody waits: must be reported
+//   4 hint      warp 0 stores a volatile word, which warp 1 polls: relaxed accesses, one word, nothing else is read by it
+//   5 race      warp 1 loads what warp 0 stores, and nobody waits: must be reported
 #include <cstdio>
 #include <cstdlib>
 
@@ -97,6 +98,17 @@ __global__ void elect(const char* from, u32* out) {
   if (ptx::thread_id() == 32) *out = sum;
 }
 
+__global__ void hint(const char*, u32* out) {
+  const Stage stage = begin(1);
+  if (ptx::thread_id() == 0) ptx::st_shared_volatile(stage.words, 0u);
+  ptx::syncthreads();
+  if (ptx::thread_id() == 0) ptx::st_shared_volatile(stage.words, 7u);
+  if (ptx::thread_id() != 32) return;
+  u32 seen = 0;
+  for (u32 polls = 0; polls < kPolls && seen == 0; ++polls) seen = ptx::ld_shared_volatile(stage.words);
+  *out = seen;
+}
+
 __global__ void race(const char*, u32* out) {
   const Stage stage = begin(1);
   if (ptx::thread_id() == 0) ptx::st_shared<u32>(stage.words, 7u);
@@ -104,7 +116,7 @@ __global__ void race(const char*, u32* out) {
 }
 
 int main(int, char** argv) {
-  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, race};
+  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, hint, race};
   const int which = std::atoi(argv[1]);
   char* from = nullptr;
   u32 *out = nullptr, found = 0;
@@ -113,7 +125,7 @@ int main(int, char** argv) {
   cudaMemset(from, 1, kBytes);
   kernels[which]<<<1, 64, 1024>>>(from, out);
   const cudaError_t status = cudaMemcpy(&found, out, sizeof found, cudaMemcpyDeviceToHost);
-  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, found};
+  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, 7, found};
   std::printf("kernel %d: %s, %s\n", which, cudaGetErrorString(status), found == expected[which] ? "right" : "wrong");
   return status != cudaSuccess || found != expected[which];
 }

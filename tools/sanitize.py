@@ -2,9 +2,12 @@
 
     python -m tools.sanitize --out DIR
 
-Every case (model, tokens, kind of sync) takes two steps, twice; each tool must see the same logits as a run without it. DIR gets the
-tools' whole reports, and summary.json: how many findings each tool has in which lines. tools/barriers.cu runs under racecheck and
-synccheck beside it: what they say of kernels that are right tells how to read what they say of ours.
+Every case (model, tokens, kind of sync) takes two steps, twice; each tool must see the same logits as a run without it.
+tools/barriers.cu runs under racecheck and synccheck beside it: a race that racecheck also reports of a kernel there that is right is
+justified by that kernel (tools/sanitizer_reports.py); any other finding is UNJUSTIFIED, and makes this program exit with 1.
+
+DIR gets the tools' whole reports, summary.json, and record.json: the same without lines and logits, small enough to be committed
+(docs/measurements/sanitizer.json).
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -41,6 +43,7 @@ from megadsl.resources import include
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import random_weights
+from tools.sanitizer_reports import called_from, headers, judge, record, summarise
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MODELS = ("llama-tiny", "llama-tiny-odd")
@@ -52,12 +55,10 @@ BLOCKS, MAX_KV = 8, 64
 KV = (0, 17)  # cached rows of the two steps
 PATIENCE_S = 900.0  # a tool makes a kernel hundreds of times slower
 
-BARRIERS = ("arrive", "copy", "refill", "elect", "race")  # the kernels of tools/barriers.cu, by number
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-FINDING = re.compile(
-    r"=+ (?:Error: |Warning: )?((?:Race reported|Potential \w+ hazard|Invalid |Uninitialized |Barrier error|Program hit).*)"
-)
-LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
+BARRIERS = ("arrive", "copy", "refill", "elect", "hint", "race")  # the kernels of tools/barriers.cu, by number
+OPTIONS = {
+    "memcheck": ("--report-api-errors", "no"),  # cuda-python looks for its functions by asking for versions that may not exist
+}
 
 
 def compiled(case: str) -> Compiled:
@@ -101,21 +102,12 @@ def child(cases: Sequence[str]) -> None:
         print(f"case {case} {play(case)} {time.perf_counter() - began:.1f}", flush=True)
 
 
-def summarise(text: str) -> dict[str, Any]:
-    """Findings of one report: the tool's own count, kinds of findings, and the lines of ours that they stand in."""
-    counts = [int(a or b) for a, b in SUMMARY.findall(text)]
-    kinds: Counter[str] = Counter()
-    for found in FINDING.findall(text):
-        kinds[re.sub(r"0x[0-9a-f]+|\d+", "N", found)[:120]] += 1
-    lines = Counter(f"{name}:{number}" for name, number in LINE.findall(text))
-    return {"findings": sum(counts) if counts else None, "kinds": dict(kinds.most_common(20)), "lines": dict(lines.most_common(40))}
-
-
 def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float, options: Sequence[str]) -> dict[str, Any]:
     """Run a command under a tool (None: without), with its report in a file; how it went."""
     wrapped = list(command)
     if tool is not None:
-        wrapped = ["compute-sanitizer", "--tool", tool, "--log-file", str(report), "--print-limit", "200", *options, *command]
+        options = [*OPTIONS.get(tool, ()), *options, "--log-file", str(report)]
+        wrapped = ["compute-sanitizer", "--tool", tool, "--print-limit", "0", *options, *command]
     # without torch's cache every tensor is an allocation of its own, and an access behind its end is found
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     began = time.perf_counter()
@@ -131,30 +123,47 @@ def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float
         output, _ = process.communicate()
     said = report.read_text(errors="replace") if report.exists() else ""
     found = {"tool": tool or "none", "seconds": round(time.perf_counter() - began, 1), "exit": code, "timed_out": code is None}
-    return found | {"output": output.splitlines()[-40:]} | (summarise(said) if tool else {})
+    return found | {"output": output.splitlines()[-40:]} | (summarise(said, headers()) if tool else {})
+
+
+def callers_in(case: str, report: Path) -> dict[str, list[str]]:
+    """Who called the wrappers that a racecheck report of one case names; nobody if there is no nvdisasm or it refuses the cubin."""
+    cubin = build_cubin(compiled(case).source, DEFAULT_ARCH, [include()], {}).path
+    try:
+        command = [str(find_tool("nvdisasm").path), "-gi", str(cubin)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (mk.MegadslError, subprocess.CalledProcessError) as refusal:
+        print(refusal, flush=True)
+        return {}
+    return called_from(report.read_text(errors="replace"), headers(), listing, "megakernel") if report.exists() else {}
 
 
 def models(
     tools: Sequence[str], cases: Sequence[str], out: Path, limit_s: float, jobs: int, options: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All cases without a tool, then under each."""
-    command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *cases]
+    """All cases without a tool, then under each. racecheck gets a process a case: its report does not say which kernel it means."""
 
-    def run(tool: str | None) -> dict[str, Any]:
+    def run(tool: str | None, chosen: Sequence[str]) -> dict[str, Any]:
         own = [] if tool in (None, "initcheck") else ["--kernel-name", "kns=megakernel"]  # initcheck must see torch's writes
-        found = under(tool, command, out / f"models-{tool}.txt", limit_s, [*own, *options])
+        report = out / "-".join(["models", tool or "none", *(chosen[0].split("/") if tool == "racecheck" else [])])
+        command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *chosen]
+        found = under(tool, command, report.with_suffix(".txt"), limit_s, [*own, *options])
         digests = dict(re.findall(r"case (\S+) (\S+) ", "\n".join(found["output"])))
         print(
             f"{found['tool']:<10} {found['seconds']:>6} s  exit {found['exit']}  cases {len(digests)}  findings {found.get('findings')}",
             flush=True,
         )
-        return found | {"digests": digests}
+        if tool == "racecheck":
+            found["callers"] = callers_in(chosen[0], report.with_suffix(".txt"))
+        return found | {"cases": list(chosen), "digests": digests}
 
-    plain = run(None)
+    plain = run(None, cases)
+    each = [(tool, chosen) for tool in tools for chosen in ([[case] for case in cases] if tool == "racecheck" else [cases])]
     with ThreadPoolExecutor(jobs) as pool:
-        rows = list(pool.map(run, tools))
+        rows = list(pool.map(lambda job: run(*job), each))
     for row in rows:
-        row["as_without"] = {case: row["digests"].get(case) == digest for case, digest in plain["digests"].items()}
+        expected = {case: plain["digests"].get(case, "none") for case in row["cases"]}
+        row["as_without"] = {case: row["digests"].get(case) == digest for case, digest in expected.items()}
     return [plain, *rows]
 
 
@@ -209,7 +218,11 @@ def main() -> None:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "version": version}
     found["barriers"] = barriers(shared, args.out, options)
     found["models"] = models(args.tools, args.cases, args.out, args.limit, args.jobs, options)
+    judge(found)
     (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "record.json").write_text(json.dumps(record(found), indent=1) + "\n")
+    print("\n".join([f"justified {found['justified']}, unjustified {found['unjustified']}", *found["complaints"]]))
+    sys.exit(1 if found["complaints"] else 0)
 
 
 if __name__ == "__main__":

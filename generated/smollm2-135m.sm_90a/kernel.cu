@@ -115,28 +115,21 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+      const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
+      const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
+      mk::RowParts<Block, mk::RowOp::kSum> rows;
+      const auto terms = [](float x_, auto& of) {
+        of[0] = x_ * x_;  // r0 = mean(x * x)
+      };
       mk::run_matrix<kBatch, QkvProjTiles, true>(
           block, read_loader, 9, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 7, s.x_exchange, epoch * (layers + 1) + layer, begin,
-                             mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations);  // x
             const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
-            block.sync();
-            // r0 = mean(x * x)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.qkv_proj.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
-              float x_[8];
-              mk::load8<kTokens>(activations, column, token, x_);
-              for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
-            });
-            block.sync();
-            // x * rsqrt(mean(x * x) + 1e-05) * input_layernorm
-            mk::apply_rows(block, mk::min_u32(columns, u32(s.qkv_proj.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
-              float x_[8], input_layernorm_[8];
-              mk::load8<kTokens>(activations, column, token, x_);
-              mk::load8(vector_input_layernorm, column, input_layernorm_);
-              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.qkv_proj.columns);
-              for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * input_layernorm_[j];
-            });
+            // x * input_layernorm
+            const smem_ptr<char> places[] = {activations, vector_input_layernorm};
+            mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
+                block, 7, s.x_exchange, epoch * (layers + 1) + layer, begin,
+                u32(s.qkv_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
             read_loader.release();
             if (block.warp() == 0) mk::stamp(cx, buffers, 1, u32(s.step.stamps), layers);
           },
@@ -145,7 +138,16 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
             const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
             mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(even, odd));
-          });
+          },
+          mk::RowScale{[&] {
+                         mk::add_lasts<mk::Tagged, false>(block, u32(s.qkv_proj.columns), lasts, rows, terms);
+                         rows.leave(block, block.at<float>(s.smem.scalars));
+                       },
+                       [&](u32 token) {
+                         // rsqrt(mean(x * x) + 1e-05)
+                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+                         return mk::math::rsqrt(r0 + 1e-05f);
+                       }});
       mk::publish<mk::Tagged>(block, 10, s.qkv_proj_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 2, u32(s.step.stamps), layers);
     }
@@ -195,28 +197,21 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+      const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
+      const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
+      mk::RowParts<Block, mk::RowOp::kSum> rows;
+      const auto terms = [](float o_proj_, auto& of) {
+        of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
+      };
       mk::run_matrix<kBatch, GateUpProjTiles, true>(
           block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 18, s.o_proj_exchange, epoch * layers + layer, begin,
-                             mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations);  // o_proj
             const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
-            block.sync();
-            // r0 = mean(o_proj * o_proj)
-            mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.gate_up_proj.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
-              float o_proj_[8];
-              mk::load8<kTokens>(activations, column, token, o_proj_);
-              for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * o_proj_[j];
-            });
-            block.sync();
-            // o_proj * rsqrt(mean(o_proj * o_proj) + 1e-05) * post_attention_layernorm
-            mk::apply_rows(block, mk::min_u32(columns, u32(s.gate_up_proj.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
-              float o_proj_[8], post_attention_layernorm_[8];
-              mk::load8<kTokens>(activations, column, token, o_proj_);
-              mk::load8(vector_post_attention_layernorm, column, post_attention_layernorm_);
-              const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.gate_up_proj.columns);
-              for (u32 j = 0; j < 8; ++j) v[j] = o_proj_[j] * mk::math::rsqrt(r0 + 1e-05f) * post_attention_layernorm_[j];
-            });
+            // o_proj * post_attention_layernorm
+            const smem_ptr<char> places[] = {activations, vector_post_attention_layernorm};
+            mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
+                block, 18, s.o_proj_exchange, epoch * layers + layer, begin,
+                u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // o_proj
             read_loader.release();
             if (block.warp() == 0) mk::stamp(cx, buffers, 7, u32(s.step.stamps), layers);
           },
@@ -224,7 +219,16 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             // silu(gate_proj) * up_proj
             const u32 at = mk::unit_offset<kTokens>((group - own.begin) / 2, token, group % 2 * 4 + pair);
             mk::ptx::st_shared<mk::u16>(staged.at<mk::u16>(at), mk::ptx::to_bf16(mk::math::silu(even) * odd));
-          });
+          },
+          mk::RowScale{[&] {
+                         mk::add_lasts<mk::Tagged, false>(block, u32(s.gate_up_proj.columns), lasts, rows, terms);
+                         rows.leave(block, block.at<float>(s.smem.scalars));
+                       },
+                       [&](u32 token) {
+                         // rsqrt(mean(o_proj * o_proj) + 1e-05)
+                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+                         return mk::math::rsqrt(r0 + 1e-05f);
+                       }});
       mk::publish<mk::Tagged>(block, 21, s.gate_up_proj_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 8, u32(s.step.stamps), layers);
     }
@@ -261,34 +265,36 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::begin_op(cx, block);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
+    const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
+    const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
+    mk::RowParts<Block, mk::RowOp::kSum> rows;
+    const auto terms = [](float x_, auto& of) {
+      of[0] = x_ * x_;  // r0 = mean(x * x)
+    };
     mk::run_matrix<kBatch, LmHeadTiles, false>(
         block, read_loader, 27, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
-          mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 25, s.x_exchange, epoch * (layers + 1) + layers, begin,
-                           mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations);  // x
           const smem_ptr<char> vector_norm = read_loader.wait_stage(26, 0, 0);  // norm
-          block.sync();
-          // r0 = mean(x * x)
-          mk::reduce_rows<mk::RowOp::kSum>(block, u32(s.lm_head.columns), block.at<float>(s.smem.scalars), [&](u32 column, u32 token, float (&v)[8]) {
-            float x_[8];
-            mk::load8<kTokens>(activations, column, token, x_);
-            for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * x_[j];
-          });
-          block.sync();
-          // x * rsqrt(mean(x * x) + 1e-05) * norm
-          mk::apply_rows(block, mk::min_u32(columns, u32(s.lm_head.columns) - begin), columns, activations, [&](u32 column, u32 token, float (&v)[8]) {
-            float x_[8], norm_[8];
-            mk::load8<kTokens>(activations, column, token, x_);
-            mk::load8(vector_norm, column, norm_);
-            const float r0 = mk::row_total<mk::RowOp::kSum, Block>(block.at<float>(s.smem.scalars), token) / float(s.lm_head.columns);
-            for (u32 j = 0; j < 8; ++j) v[j] = x_[j] * mk::math::rsqrt(r0 + 1e-05f) * norm_[j];
-          });
+          // x * norm
+          const smem_ptr<char> places[] = {activations, vector_norm};
+          mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
+              block, 25, s.x_exchange, epoch * (layers + 1) + layers, begin,
+              u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
           read_loader.release();
           if (block.warp() == 0) mk::stamp(cx, buffers, 11, u32(s.step.stamps), layers);
         },
         [&](u32 group, u32 pair, u32 token, float even, float odd) {
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
-        });
+        },
+        mk::RowScale{[&] {
+                       mk::add_lasts<mk::Tagged, false>(block, u32(s.lm_head.columns), lasts, rows, terms);
+                       rows.leave(block, block.at<float>(s.smem.scalars));
+                     },
+                     [&](u32 token) {
+                       // rsqrt(mean(x * x) + 1e-05)
+                       const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+                       return mk::math::rsqrt(r0 + 1e-05f);
+                     }});
     {
       const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
       mk::reduce_best(block, scratch, best, winners);

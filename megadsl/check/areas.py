@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megadsl.check.model import Device, Matrix, Step
+from megadsl.check.model import Device, Matrix, Step, prologue_gathers
+from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Instr
+from megadsl.lower.memory import row_parts
 from megadsl.lower.shape import ident
 from megadsl.types import ceil_div
 
@@ -127,12 +129,16 @@ class Stream:
                         if chunk > part * m.chunks:
                             yield from self._meet(step.instr, "refill")
                         yield from self._prologue(step, m, chunk)
+                        yield from self._lasts(step, m, half, True)
                         yield from self._meet(step.instr, "gathered")
+                        yield from self._scales(step, m, half)
                     if own:
                         yield self._activations(step, m, chunk, 0, False)
                         own_sums = chunk > part * m.chunks  # each thread adds to its own
                         yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
                 yield from self._meet(step.instr, "partials")
+                if turn == 0:
+                    yield from (self._scalars(step, i, False) for i in range(self._scaled(op)))
                 if own:
                     yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
                     if not step.instr.args["parts"]:
@@ -147,6 +153,22 @@ class Stream:
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
         return ("gathered", step.instr.op, step.layer, what)
+
+    def _scaled(self, op: str) -> int:
+        """Row reductions of a linear whose scale meets its products."""
+        factored = self.device.op(op).factored
+        return 0 if factored is None else len(reductions(factored.scale))
+
+    def _lasts(self, step: Step, m: Matrix, half: int, write: bool) -> Iterator[Event]:
+        """Where last elements travel apart, they wait in the second batch's place."""
+        gather = prologue_gathers(step.instr)[0]
+        if self._scaled(step.instr.op) and gather.args["wire"] == "Tagged":
+            size = ceil_div(m.columns, 8) * self.device.tokens * 2
+            yield Access("partials", self.words[2] + half, size, write, step, ("lasts", step.instr.op, step.layer))
+
+    def _scales(self, step: Step, m: Matrix, half: int) -> Iterator[Event]:
+        yield from self._lasts(step, m, half, False)
+        yield from (self._scalars(step, i, True) for i in range(self._scaled(step.instr.op)))
 
     def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
         size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
@@ -173,7 +195,7 @@ class Stream:
 
     def _scalars(self, step: Step, index: int, write: bool) -> Access:
         tokens, warps = self.device.tokens, self.device.warps
-        size = tokens * (warps // min(tokens, warps)) * 4
+        size = tokens * row_parts(self.device.op(step.instr.op), tokens, warps) * 4
         return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.layer, index))
 
     def _epilogue(self, step: Step, groups: int) -> Iterator[Event]:

@@ -6,6 +6,7 @@ spoilt in the ways that its kind allows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -53,14 +54,19 @@ class PlanVerdict:
         return not self.code and not self.argument
 
 
+def judge_plan(mutant: PlanMutant, plan: Plan, on: Machine) -> PlanVerdict:
+    """Check one mutant of ``plan``."""
+    findings = check_plan(mutant.plan, on).findings
+    code, evidence = (findings[0].code, str(findings[0])) if findings else ("", "")
+    return PlanVerdict(str(mutant), code, evidence, "" if code else argument_for(mutant, plan))
+
+
 def score_plan(plan: Plan, on: Machine, progress: Callable[[int, int], None] | None = None) -> tuple[PlanVerdict, ...]:
     """Check every mutant of ``plan``. ``progress`` is told how many of how many are judged."""
     total = sum(1 for _ in plan_mutants(plan))
     verdicts: list[PlanVerdict] = []
     for mutant in plan_mutants(plan):
-        findings = check_plan(mutant.plan, on).findings
-        code, evidence = (findings[0].code, str(findings[0])) if findings else ("", "")
-        verdicts.append(PlanVerdict(str(mutant), code, evidence, "" if code else argument_for(mutant, plan)))
+        verdicts.append(judge_plan(mutant, plan, on))
         if progress is not None:
             progress(len(verdicts), total)
     return tuple(verdicts)
@@ -122,8 +128,12 @@ def argument_for(mutant: PlanMutant, plan: Plan) -> str:
 def plan_mutants(plan: Plan) -> Iterator[PlanMutant]:
     """Every mutant of ``plan``; no two alike, none the plan itself."""
     for program in plan.programs:
+        seen: Counter[str] = Counter()
         for instr in _instructions(program):
-            yield from _spoilt_instruction(plan, program, instr)
+            at = f"{instr.call} of {instr.op}"
+            seen[at] += 1
+            number = f" number {seen[at]}" if seen[at] > 1 else ""
+            yield from _spoilt_instruction(plan, program, instr, f"{at}{number} ({program.role})")
     for e in plan.exchanges:
         yield from _spoilt_exchange(plan, e)
     deaf = edited(plan, lambda i: replace(i, args={**i.args, "whole": False}) if i.args.get("whole") is True else i)
@@ -142,14 +152,10 @@ def _instructions(program: Program) -> Iterator[Instr]:
                 yield from instr.body
 
 
-def _at(program: Program, instr: Instr) -> str:
-    return f"{instr.call} of {instr.op} ({program.role})"
-
-
-def _spoilt_instruction(plan: Plan, program: Program, instr: Instr) -> Iterator[PlanMutant]:
+def _spoilt_instruction(plan: Plan, program: Program, instr: Instr, at: str) -> Iterator[PlanMutant]:
     def change(what: str, made: Instr | tuple[Instr, ...] | None) -> PlanMutant:
         edit: Edit = lambda i: made if i is instr else i  # noqa: E731
-        return PlanMutant(what, _at(program, instr), edited(plan, edit, program.role))
+        return PlanMutant(what, at, edited(plan, edit, program.role))
 
     if instr.call in (*_SIGNALS, *_WAITS):
         yield change("dropped", None)

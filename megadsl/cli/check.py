@@ -11,7 +11,7 @@ from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
-EMULATED_BLOCKS = 3
+EMULATED_BLOCKS = 5
 
 
 def command(
@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Prove that the kernel of MODEL synchronises rightly, without a GPU and without compiling it.
 
-    With --seeds it is also emulated, on 3 blocks unless --blocks says otherwise: each seed is another order of events, some of them
+    With --seeds it is also emulated, on 5 blocks unless --blocks says otherwise: each seed is another order of events, some of them
     adversarial, and is repeated exactly by running it again. With --mutants each wait, arrival, barrier, fence, store, count, slot and
     share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock or a wrong result. Exits
     with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import TypeAlias
 
 from megadsl.diagnostics import Collector, declare
-from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
+from megadsl.dsl.overrides import (
+    Changes,
+    Override,
+    Overrides,
+    SetCount,
+    SetLoader,
+    SetPrefetch,
+    SetRing,
+    SetRole,
+    SetScale,
+    SetSplit,
+    SetSync,
+)
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
@@ -25,8 +38,10 @@ WARPS_SUM = declare(
 )
 NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV range to split", "split(kv=...) is for attention ops")
 
+_OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
+
 # Roles first: later records may name roles that a role record adds.
-_ORDER = (SetRole, SetRing, SetCount, SetLoader, SetPrefetch, SetSplit, SetSync)
+_ORDER = (SetRole, SetRing, SetCount, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides) -> Schedule:
@@ -56,7 +71,7 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return replace(schedule, max_kv=record.value)
         case SetSync():
             return _sync(schedule, graph, record, found)
-        case SetLoader() | SetPrefetch() | SetSplit():
+        case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
             return _op(schedule, graph, record, found)
 
 
@@ -122,7 +137,7 @@ def _warps(schedule: Schedule, record: SetCount, overrides: Overrides, found: Co
     return replace(schedule, roles=tuple(replace(r, warps=left) if r is consumer else r for r in schedule.roles))
 
 
-def _op(schedule: Schedule, graph: Graph, record: SetLoader | SetPrefetch | SetSplit, found: Collector) -> Schedule:
+def _op(schedule: Schedule, graph: Graph, record: _OpRecord, found: Collector) -> Schedule:
     names = [o.op for o in schedule.ops]
     if not _known(OP_UNKNOWN, record.op, names, record.span, found):
         return schedule
@@ -140,7 +155,7 @@ def _edges(schedule: Schedule, graph: Graph, old: OpSchedule, new: OpSchedule) -
     return tuple(e for e in schedule.edges if e.value != parts) + added
 
 
-def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: SetLoader | SetPrefetch | SetSplit, found: Collector) -> OpSchedule:
+def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecord, found: Collector) -> OpSchedule:
     match record:
         case SetLoader():
             loaders = [r.name for r in schedule.roles if r.kind == "loader"]
@@ -152,6 +167,8 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: SetLoade
             if ahead_of is not None:
                 _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found)
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
+        case SetScale():
+            return replace(old, scale=record.scale)
         case SetSplit():
             changes = dict(record.changes)
             if "splits" in changes and not isinstance(graph.op(old.op), Attention):

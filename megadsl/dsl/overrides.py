@@ -67,6 +67,15 @@ class SetSplit:
 
 
 @dataclass(frozen=True)
+class SetScale:
+    """Where an op's row scale meets its products."""
+
+    op: str
+    scale: str
+    span: Span
+
+
+@dataclass(frozen=True)
 class SetSync:
     """Sync of the value that ``producer`` gives; ``consumer`` is named for the reader's sake and must read it."""
 
@@ -76,7 +85,7 @@ class SetSync:
     span: Span
 
 
-Override: TypeAlias = SetCount | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetSync
+Override: TypeAlias = SetCount | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
 
 
 @dataclass(frozen=True)
@@ -109,5 +118,7 @@ def _decision(record: Override) -> tuple[str, set[str]]:
             return record.op, {"loader"}
         case SetPrefetch() | SetSplit():
             return record.op, {field for field, _ in record.changes}
+        case SetScale():
+            return record.op, {"scale"}
         case SetSync():
             return record.producer, {"sync"}

@@ -9,7 +9,19 @@ from megadsl.diagnostics import Collector, MegadslError, declare, error
 from megadsl.dsl.apply import apply
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.mistakes import explain, misuse
-from megadsl.dsl.overrides import Changes, Override, Overrides, SetCount, SetLoader, SetPrefetch, SetRing, SetRole, SetSplit, SetSync
+from megadsl.dsl.overrides import (
+    Changes,
+    Override,
+    Overrides,
+    SetCount,
+    SetLoader,
+    SetPrefetch,
+    SetRing,
+    SetRole,
+    SetScale,
+    SetSplit,
+    SetSync,
+)
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.source import UNKNOWN, Span, caller_span
@@ -22,6 +34,7 @@ BAD_CHOICE = declare("MK151", "{what} = {value!r} is not known", "choose one of:
 
 HINTS = ("evict_first", "evict_normal", "evict_last")
 KINDS = ("loader", "consumer")
+SCALES = ("before", "after")
 
 
 class _Keep:
@@ -190,6 +203,17 @@ class OpHandle:
         """
         span = caller_span()
         self._block.record(SetSplit(self._op, (("ways", self._block.checked("columns ways", ways, 1, span)),), span))
+        return self
+
+    def scale(self, when: str) -> OpHandle:
+        """Where a factor of a linear's input that is the same along a row (a norm's) comes in. Changes rounding.
+
+        "before": it multiplies the input, which is reduced, scaled and rounded to bf16 before the first product. "after": the
+        input is final as it arrives, and the factor multiplies the fp32 products.
+        """
+        span = caller_span()
+        self._block.choice("scale", when, SCALES, span)
+        self._block.record(SetScale(self._op, when, span))
         return self
 
     def sync(self, sync: Sync) -> OpHandle:

@@ -13,10 +13,10 @@ from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
-from megadsl.lower.operands import kept_values, prologue_values
+from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
-from megadsl.lower.tiling import PANEL, tiling
+from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
 
 
@@ -69,6 +69,13 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "expr_cuda": _prologue_cuda,
         "epilogue_cuda": _epilogue_cuda,
         "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
+        "vectors": vectors,
+        "gathered": lambda op: prologue_values(op)[0][0],
+        "ragged": lambda op: "true" if op.columns % GROUP_ROWS else "false",
+        "scale_reductions": lambda op: reductions(op.factored.scale),
+        "terms_cuda": lambda op, expr: to_cuda(expr, {name: f"{ident(name)}_" for name, _ in prologue_values(op)}, {}),
+        "scale_cuda": _scale_cuda,
+        "operand_cuda": _operand_cuda,
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
@@ -102,6 +109,17 @@ def _prologue_cuda(op: Linear, expr: Expr) -> str:
     names = {name: f"{_operand(op, name).register}[j]" for name, _ in op.prologue.args}
     reduced: dict[Reduce, str] = {r: f"r{i}" for i, r in enumerate(reductions(op.prologue.expr))}
     return to_cuda(expr, names, reduced)
+
+
+def _scale_cuda(op: Linear) -> str:
+    assert op.factored is not None
+    return to_cuda(op.factored.scale, {}, {r: f"r{i}" for i, r in enumerate(reductions(op.factored.scale))})
+
+
+def _operand_cuda(op: Linear) -> str:
+    assert op.factored is not None
+    names = [name for name, _ in (*prologue_values(op), *vectors(op))]
+    return to_cuda(op.factored.operand, {name: f"a[{i}]" for i, name in enumerate(names)}, {})
 
 
 def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:

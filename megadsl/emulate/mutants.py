@@ -80,9 +80,13 @@ class Place:
 
     @property
     def where(self) -> str:
-        """The header's line, and the function it stands in."""
-        inner = self.frames[0]
-        return f"{inner.file}:{inner.line} {inner.function}"
+        """The lines of the headers that lead to it, innermost first."""
+        calls = [f"{frame.function} {frame.file}:{frame.line}" for frame in self.frames if frame.file != "kernel.cu"]
+        return " < ".join(calls) or f"kernel.cu:{self.frames[0].line}"
+
+    def within(self, function: str) -> bool:
+        """Whether a function of the headers, ``Class::name`` or ``name``, leads to it."""
+        return any(frame.function.removeprefix("mk::") == function for frame in self.frames)
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,6 @@ def mutants(of: Iterable[Place], step_limit: int) -> tuple[Mutant, ...]:
     return tuple(
         Mutant(place, change, step_limit)
         for place in of
-        if not (place.kind is Point.WAIT and any(frame.function == "wait_barrier" for frame in place.frames))
+        if not (place.kind is Point.WAIT and place.within("wait_barrier"))
         for change in CHANGES[place.kind]
     )

@@ -66,6 +66,11 @@ def children(e: Expr) -> tuple[Expr, ...]:
             return (a, b)
 
 
+def varies(e: Expr) -> bool:
+    """Whether ``e`` differs from feature to feature of one row."""
+    return isinstance(e, Arg) or (not isinstance(e, Reduce) and any(varies(child) for child in children(e)))
+
+
 def arg_names(e: Expr) -> tuple[str, ...]:
     """Names of all arguments, each once, in order of first use."""
     seen: dict[str, None] = {}

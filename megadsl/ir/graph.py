@@ -71,10 +71,20 @@ class Embed:
 
 
 @dataclass(frozen=True)
+class Factored:
+    """A prologue's expression as ``operand * scale``, over the prologue's arguments: ``operand`` differs from feature to
+    feature, ``scale`` is the same for all features of a row."""
+
+    operand: Expr
+    scale: Expr
+
+
+@dataclass(frozen=True)
 class Linear:
     """out = epilogue(parts @ prologue(inputs)).
 
-    prologue: operands all have the matrix's column count; its result is rounded to bf16 (the mma operand).
+    prologue: operands all have the matrix's column count; its result is rounded to bf16 (the mma operand). With ``factored``
+    only the operand factor is, and the row's scale multiplies the fp32 products: out = epilogue(scale * (parts @ operand)).
     parts: matrices stacked by rows. Without an epilogue the out value is the parts one after the other (each rotated if
     it has a rope), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of that many
     features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are the logits:
@@ -90,6 +100,7 @@ class Linear:
     sink: str | None
     loop: str | None
     span: Span
+    factored: Factored | None = None
 
     @property
     def rows(self) -> int:

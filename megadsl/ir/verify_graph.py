@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megadsl.ir.expr import arg_names, reductions
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.expr import arg_names, reductions, varies
+from megadsl.ir.graph import Attention, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
 
 
 class InternalError(AssertionError):
@@ -113,8 +113,17 @@ def _linear(op: Linear, out: int | None) -> Iterator[str]:
         if part.rope and part.rows % part.rope.head_dim:
             yield f"part {part.name!r} is rotated but holds no whole heads"
     yield from _fused("prologue", op.prologue, op.columns)
+    if op.factored is not None:
+        yield from _factored(op.factored, {name for name, _ in op.prologue.args})
     if op.epilogue is not None:
         yield from _epilogue(op, op.epilogue)
+
+
+def _factored(factored: Factored, args: set[str]) -> Iterator[str]:
+    if reductions(factored.operand) or varies(factored.scale):
+        yield "is factored, but not into a factor without reductions and one that is the same along a row"
+    if not {*arg_names(factored.operand), *arg_names(factored.scale)} <= args:
+        yield "is factored into expressions of other arguments than its prologue's"
 
 
 def _epilogue(op: Linear, epilogue: Fused) -> Iterator[str]:

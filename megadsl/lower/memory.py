@@ -107,10 +107,9 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
     yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     linears = [op for op in graph.ops if isinstance(op, Linear)]
-    per_token = max(1, warps // min(tokens, warps))
-    most = max((len(reductions(op.prologue.expr)) for op in linears), default=0)
-    yield "scalars", most * tokens * per_token * 4
-    yield "partials", 2 * schedule.batch * warps * tokens * GROUP_ROWS * 4
+    yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
+    batch = schedule.batch * warps * tokens * GROUP_ROWS * 4
+    yield "partials", batch + max(batch, *(last_bytes(op, tokens) for op in linears))
     units = [e.units for e in exchanges if e.dtype == "bf16"]
     yield "staged", max(units, default=0) * UNIT_BYTES
     remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
@@ -118,6 +117,16 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
         yield f"kept.{value}", e.units * UNIT_BYTES
+
+
+def row_parts(op: Linear, tokens: int, warps: int) -> int:
+    """Parts of one row reduction: those of all warps when each has gathered some of every row, else of the warps that share it."""
+    return warps if op.factored is not None else max(1, warps // min(tokens, warps))
+
+
+def last_bytes(op: Linear, tokens: int) -> int:
+    """Last elements of a factored operand's units, which wait for their rows' other elements."""
+    return ceil_div(op.columns, GROUP_ROWS) * tokens * 2 if op.factored is not None else 0
 
 
 def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:

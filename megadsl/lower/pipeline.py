@@ -13,6 +13,7 @@ from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.exchanges import plan_exchanges
+from megadsl.lower.factor import factor
 from megadsl.lower.fuse import fuse
 from megadsl.lower.infer import infer
 from megadsl.lower.limits import check_graph
@@ -65,6 +66,8 @@ def _schedule(state: Lowering) -> None:
         schedule = apply(schedule, state.graph, state.overrides)
     verify_schedule(state.graph, schedule, state.machine, state.overrides)
     state.schedule = balance(state.graph, schedule)
+    state.graph = factor(state.graph, state.schedule)
+    verify_graph(state.graph)
 
 
 def _blocks(state: Lowering) -> int | None:
@@ -158,7 +161,9 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("fuse", "every node is in exactly one fused op; only values cross ops (first: all else speaks of ops)", _fuse),
-    Pass("schedule", "every op and edge has a record the machine can run (before anything depends on the split)", _schedule),
+    Pass(
+        "schedule", "every op and edge has a record the machine can run, prologues are factored (before all that depends on it)", _schedule
+    ),
     Pass("exchange", "every value has buffers, slots and an owner for each feature (needs the split)", _exchange),
     Pass("pack", "every weight has one place in the arena (independent of the schedule)", _pack),
     Pass("memory", "no two live areas of shared memory overlap and the rings fit (needs the shares' sizes)", _memory),

@@ -75,6 +75,8 @@ def _op(op: Op) -> Iterator[str]:
         case Linear():
             yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
             yield f"prologue {_fused(op.prologue)}"
+            if op.factored is not None:
+                yield f"operand {to_text(op.factored.operand)}, products times {to_text(op.factored.scale)}"
             for part in op.parts:
                 yield f"part {part.name} {_ref(part.weight)}{_rope(part.rope)}"
             if op.epilogue is not None:

@@ -265,16 +265,36 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
+    """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
+    gathers, waits = list(_gathers(builder, op, role)), list(_wait_vectors(builder, op, role, ring_role))
+    if op.factored is not None:
+        yield from (*waits, *gathers)
+    else:
+        yield from (*gathers, *waits)
+        yield from _rows(op)
+    for _ in vectors(op):
+        yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
+    yield builder.stamp(op.name, "ready", op.span)
+
+
+def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     buffers = ("activations", "second")
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
         polls = builder.polls(_at_once(builder, op, ref), whole)
         yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
+
+
+def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     for index, (arg, _) in enumerate(vectors(op)):
         site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
         ring = Region("ring", ring_role, Level.BLOCK)
         yield Instr(Verb.WAIT, "wait_vector", op.name, op.span, site, (ring,), args={"arg": arg, "ahead": index, "ring": ring_role})
+
+
+def _rows(op: Linear) -> Iterator[Instr]:
+    """Row reductions of what has been gathered, then the prologue in place."""
     rows = Region("smem", "activations", Level.BLOCK)
     found = reductions(op.prologue.expr)
     for index, reduce in enumerate(found):
@@ -285,9 +305,6 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
     if len(op.prologue.args) > 1 or found or not _is_plain(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
         yield Instr(Verb.COMPUTE, "apply", op.name, op.span, None, (rows,), (rows,), args={"linear": op, "reductions": found})
-    for _ in vectors(op):
-        yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
-    yield builder.stamp(op.name, "ready", op.span)
 
 
 def _at_once(builder: Builder, op: Linear, ref: ValueRef) -> ValueRef:

@@ -9,6 +9,7 @@ from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
+from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -77,6 +78,12 @@ L2_NOTHING = declare(
     "prefetch the linears; cached KV rows and tables are not prefetched into L2",
 )
 
+NOT_FACTORED = declare(
+    "MK241",
+    "{op!r} cannot be scaled after its products",
+    'use .scale("before"): "after" is for linears whose input is elementwise(one value) times an expression of its row reductions',
+)
+
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MIN_REGISTERS = 128
 MAX_STAGES = 64
@@ -126,7 +133,8 @@ def _default_op(op: Op, blocks: int, tokens: int) -> OpSchedule:
     if isinstance(op, Attention):
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
     ways = default_ways(op, blocks, tokens, BATCH) if isinstance(op, Linear) else 1
-    return OpSchedule(name, LOADER, ways=ways)
+    after = isinstance(op, Linear) and factored(op) is not None
+    return OpSchedule(name, LOADER, ways=ways, scale="after" if after else "before")
 
 
 def balance(graph: Graph, schedule: Schedule) -> Schedule:
@@ -230,6 +238,9 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
             found.add(BAD_COUNT, where, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
         if _check_ways(graph, op, asked, found):
             _check_chunk(graph, op, asked, found)
+        linear = graph.op(op.op)
+        if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
+            found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
 
 
 def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> bool:

@@ -18,6 +18,7 @@ class EagerArithmetic:
     """One bf16 torch op after another, nothing fused but what torch itself fuses."""
 
     dtype = torch.bfloat16
+    as_scheduled = False  # the baseline knows no schedule
 
     def store(self, x: Tensor) -> Tensor:
         return x.bfloat16()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary, children
+from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary, varies
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -74,15 +74,10 @@ def evaluate(e: Expr, args: Mapping[str, Tensor], shape: tuple[int, int], roundi
                 result = _UNARY[op](value(a, inside_reduction))
             case Binary(op, a, b):
                 result = _BINARY[op](value(a, inside_reduction), value(b, inside_reduction))
-        rounds = rounding is not None and not inside_reduction and _varies(node)
+        rounds = rounding is not None and not inside_reduction and varies(node)
         return rounding(result) if rounding is not None and rounds else result
 
     return value(e, False).expand(shape)
-
-
-def _varies(e: Expr) -> bool:
-    """Whether ``e`` differs from feature to feature of one row."""
-    return isinstance(e, Arg) or (not isinstance(e, Reduce) and any(_varies(child) for child in children(e)))
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,10 @@ class Arithmetic(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Storage of weights, values and caches."""
+
+    @property
+    def as_scheduled(self) -> bool:
+        """Whether factored prologues round where the kernel does, rather than where the spec's expression says."""
 
     def store(self, x: Tensor) -> Tensor:
         """A result as its readers see it: a materialised value, or the operand of a matrix product."""
@@ -43,6 +48,7 @@ class Fp32Arithmetic:
     operands of matrix products, attention's probabilities before their product."""
 
     dtype = torch.float32
+    as_scheduled = True
 
     def __init__(self, rounded: bool) -> None:
         self._rounding = meaning.round_bf16 if rounded else None
@@ -167,8 +173,12 @@ class GraphModel:
         return self._arithmetic.evaluate(fused.expr, args, (len(run.token_ids), features))
 
     def _linear(self, op: Linear, layer: int, run: _Step) -> None:
-        x = self._arithmetic.store(self._fused(op.prologue, op.columns, layer, run, {}))
-        parts = {part.name: self._part(part, x, layer, run) for part in op.parts}
+        prologue, scale = op.prologue, None
+        if op.factored is not None and self._arithmetic.as_scheduled:
+            scale = self._fused(replace(prologue, expr=op.factored.scale), op.columns, layer, run, {})[:, :1]
+            prologue = replace(prologue, expr=op.factored.operand)
+        x = self._arithmetic.store(self._fused(prologue, op.columns, layer, run, {}))
+        parts = {part.name: self._part(part, x, scale, layer, run) for part in op.parts}
         if op.epilogue is not None:
             result = self._fused(op.epilogue, op.out_features, layer, run, parts)
         else:
@@ -178,8 +188,10 @@ class GraphModel:
         if op.sink is not None:
             run.result = result.float()  # raw: the logits are not rounded
 
-    def _part(self, part: Part, x: Tensor, layer: int, run: _Step) -> Tensor:
+    def _part(self, part: Part, x: Tensor, scale: Tensor | None, layer: int, run: _Step) -> Tensor:
         product = self._arithmetic.linear(x, self._weight(part.weight, layer))
+        if scale is not None:
+            product = scale * product
         if part.rope is None:
             return product
         cos, sin = run.angles(part.rope)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from megadsl.emulate.equivalent import argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
 from megadsl.ir.plan import Plan
+from megadsl.lower.shape import ident
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
@@ -47,10 +48,16 @@ class Verdict:
     seed: int | None
     evidence: str
     argument: str
+    changes: int
 
     @property
     def survived(self) -> bool:
         return not self.killed_by and not self.argument
+
+    @property
+    def possible(self) -> bool:
+        """Whether the mistake can be made at all: half of one arrival is one."""
+        return self.changes > 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Judge:
         arena = self.subject.weights()
         self.expected = [outcome for outcome, _ in self.subject.launches(self.subject.program(arena, {}))]
         self.program = self.subject.program(arena, {DETECT: "1"})
+        self.changes = 0  # mistakes made by the mutant that is being judged
 
     def points(self) -> tuple[list[PointRecord], int]:
         """The points that the kernel passes as it is, under each policy, and the most steps of a launch."""
@@ -87,27 +95,32 @@ class Judge:
         return list(found.values()), steps
 
     def judge(self, mutant: Mutant | WordMutant) -> Verdict:
-        """Run the mutant under each seed until something notices it."""
+        """Run the mutant under each seed until something notices it. One that should be no mistake is put to each policy once."""
         manifest = self.subject.manifest
         if isinstance(mutant, Mutant):
             self.program.mutant = mutant
         else:
             shape = [mutant.value if i == mutant.index else word for i, word in enumerate(manifest["shape"])]
             self.program.manifest = {**manifest, "shape": shape}
+        argument = argument_for(mutant) if isinstance(mutant, Mutant) else ""
+        self.changes = 0 if isinstance(mutant, Mutant) else 1
         try:
-            for seed in self.seeds:
+            for seed in self.seeds[: len(Policy)] if argument else self.seeds:
                 killed_by, evidence = self._run(seed)
                 if killed_by:
-                    return Verdict(str(mutant), killed_by, seed, evidence, "")
+                    return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))
+                if self.changes == 0:
+                    break
         finally:
             self.program.mutant, self.program.manifest = None, manifest
-        return Verdict(str(mutant), "", None, "", argument_for(mutant) if isinstance(mutant, Mutant) else "")
+        return Verdict(str(mutant), "", None, "", argument, self.changes)
 
     def _run(self, seed: int) -> tuple[str, str]:
         program: Program = self.program
         program.seed, program.policy = seed, policy_of(seed)
         try:
             for step, (outcome, report) in enumerate(self.subject.launches(program)):
+                self.changes += report.changes
                 if report.races:
                     return DETECTOR, str(report.races[0])
                 if difference := self._difference(outcome, step):
@@ -125,11 +138,12 @@ class Judge:
 
 
 def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
-    """Each exchange with half its slots, and with half of those."""
+    """Each exchange of sentinels with half its slots, and with half of those. What the other kinds need is the checker's to say."""
+    sentinels = {f"{ident(e.name)}_exchange" for e in plan.exchanges if e.wire == "Sentinel"}
     found: list[WordMutant] = []
     at = 0
     for record in plan.shape:
-        if record.type == "mk::ExchangeShape":
+        if record.type == "mk::ExchangeShape" and record.name in sentinels:
             slots = record.words[2]
             while (slots := slots // 2) > 0:
                 found.append(WordMutant(f"{slots} slots instead of {record.words[2]}: {record.name}", at + 2, slots))
@@ -156,7 +170,7 @@ def score(
             verdicts[i] = judge.judge(mutant)
             if progress is not None:
                 progress(i + 1, len(todo))
-        return tuple(verdicts[i] for i in range(len(todo)))
+        return _possible(verdicts[i] for i in range(len(todo)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_make, initargs=(made,)) as pool:
         running = {pool.submit(_judge_here, mutant): i for i, mutant in enumerate(todo)}
@@ -164,7 +178,11 @@ def score(
             verdicts[running[done]] = done.result()
             if progress is not None:
                 progress(len(verdicts), len(todo))
-    return tuple(verdicts[i] for i in range(len(todo)))
+    return _possible(verdicts[i] for i in range(len(todo)))
+
+
+def _possible(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    return tuple(verdict for verdict in verdicts if verdict.possible)
 
 
 _judges: list[Judge] = []  # one per worker process

@@ -213,8 +213,10 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
         for (u32 i = 0; i < (Wire::kWholeUnits ? 8u : 7u); ++i) ptx::st_shared<u16>(value(group, token, i), u16(words[i / 2] >> (i % 2 * 16)));
       },
       [&](u32 range, u32 group, u32 token, u16 bits) {
-        if (range < 2) store_last(place(range, group, token), bits);
-        else ptx::st_shared<u16>(value(group, token, 7), bits);
+        return [=] {
+          if (range < 2) store_last(place(range, group, token), bits);
+          else ptx::st_shared<u16>(value(group, token, 7), bits);
+        };
       });
 }
 

@@ -194,11 +194,27 @@ struct GatherItems {
     const u32 block = owner_of(cx, e, group);
     return block * u32(e.vectors) + (group - share_of(block)) * kTokens + item % kTokens;
   }
-  MK_DEV u32 locate_extra(u32 item) const {
-    if (item >= extras) return kNone;
+  // An extra vector: where it lies, the unit in its range that its first element belongs to (it may wrap below 0), the range's
+  // last unit, and a bit for each element that is wanted. All of that before the wait, for it takes divisions.
+  struct Extra {
+    u32 at = kNone, range = 0, unit = 0, last_unit = 0, wanted = 0;
+  };
+  MK_DEV Extra locate_extra(u32 item) const {
+    Extra found;
+    if (item >= extras) return found;
     u32 block = item / extras_each;
-    block += W::pick(wanted.owners, W::find(wanted.owners, block)).first;
-    return block * u32(e.vectors) + u32(e.units) + item % extras_each;
+    const u32 place = item % extras_each, first = place * kLastsPerVector;
+    found.range = W::find(wanted.owners, block);
+    block += W::pick(wanted.owners, found.range).first;
+    found.at = block * u32(e.vectors) + u32(e.units) + place;
+    const Groups inside = W::pick(wanted.ranges, found.range);
+    const u32 group0 = share_of(block), owned = (share_of(block + 1) - group0) * kTokens;
+    found.unit = (group0 - inside.first) * kTokens + first;
+    found.last_unit = inside.count * kTokens - 1;
+#pragma unroll
+    for (u32 j = 0; j < kLastsPerVector; ++j)
+      if (first + j < owned && found.unit + j <= found.last_unit) found.wanted |= 1u << j;
+    return found;
   }
   template <class Unit>
   MK_DEV void deliver_unit(u32 item, u32x4 v, Unit unit) const {
@@ -208,18 +224,18 @@ struct GatherItems {
     unit(range, group, item % kTokens, v);
   }
   template <class Last>
-  MK_DEV void deliver_extra(u32 item, u32x4 v, Last last) const {
-    if (item >= extras) return;
-    u32 block = item / extras_each;
-    const u32 range = W::find(wanted.owners, block);
-    block += W::pick(wanted.owners, range).first;
-    const Groups inside = W::pick(wanted.ranges, range);
-    const u32 group0 = share_of(block), first = item % extras_each * kLastsPerVector;
-    const u32 owned = (share_of(block + 1) - group0) * kTokens, words[4] = {v.x, v.y, v.z, v.w};
+  MK_DEV void deliver_extra(const Extra& extra, u32x4 v, Last last) const {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (u32 j = 0; j < kLastsPerVector; ++j) {
-      const u32 group = group0 + (first + j) / kTokens - inside.first;
-      if (first + j < owned && group < inside.count) last(range, group, (first + j) % kTokens, u16(words[j / 2] >> (j % 2 * 16)));
+    for (u32 j = 0; j < kLastsPerVector; j += 2) {
+      if (j >= u32(e.units)) break;  // no block owns more
+      const auto store = [&](u32 i) {
+        const u32 unit = min_u32(extra.unit + i, extra.last_unit);
+        return last(extra.range, unit / kTokens, unit % kTokens, u16(words[i / 2] >> (i % 2 * 16)));
+      };
+      const auto one = store(j), other = store(min_u32(j + 1, kLastsPerVector - 1));  // side by side in the pipeline
+      if (extra.wanted >> j & 1) one();
+      if (j + 1 < kLastsPerVector && (extra.wanted >> (j + 1) & 1)) other();
     }
   }
 };
@@ -228,7 +244,7 @@ struct GatherItems {
 // so that after the wait only the stores are left. All of a thread's vectors are polled together, P::kUnits units and (where
 // tags push out last elements) P::kExtras extra vectors at a time.
 //   unit(range, group in the range, token, bits)   a unit, without its last element unless the wire carries whole units
-//   last(range, group in the range, token, bits)   the last element of a unit
+//   last(range, group in the range, token, bits)   gives a function that stores the last element of a unit; called if it is wanted
 template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last>
 MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
                          u32 threads, Unit unit, Last last) {
@@ -239,9 +255,11 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
     const auto item = [&](u32 i) { return (i < P::kUnits ? step * P::kUnits + i : step * P::kExtras + i - P::kUnits) * threads + thread; };
     u32 at[kPolls], pending = 0;
+    typename Items::Extra extra[P::kExtras];
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      at[i] = i < P::kUnits ? items.locate_unit(item(i)) : items.locate_extra(item(i));
+      if (i >= P::kUnits) extra[i - P::kUnits] = items.locate_extra(item(i));
+      at[i] = i < P::kUnits ? items.locate_unit(item(i)) : extra[i - P::kUnits].at;
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
@@ -269,7 +287,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
       if (i < P::kUnits) items.deliver_unit(item(i), v[i], unit);
-      else items.deliver_extra(item(i), v[i], last);
+      else items.deliver_extra(extra[i - P::kUnits], v[i], last);
     }
   }
 }

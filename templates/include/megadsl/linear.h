@@ -191,12 +191,32 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
   }
 }
 
-// Adds the warps' parts in a fixed order and hands each pair of rows to `epilogue(group, pair, token, even, odd)`.
+// What a row's sums are multiplied by. `settle()` is called once behind the barrier after which the input is there, and before
+// the next one; `factor(token)` behind that.
+struct Unscaled {
+  MK_DEV void settle() const {}
+  MK_DEV float factor(u32) const { return 1.0f; }
+};
+template <class Settle, class Factor>
+struct RowScale {
+  Settle settle;
+  Factor factor;
+};
+template <class Settle, class Factor>
+RowScale(Settle, Factor) -> RowScale<Settle, Factor>;
+
+// The token whose sums a thread finishes, in every group.
+template <class B>
+MK_DEV u32 own_token(const B& block) {
+  return block.thread / 4 % B::kTokens;
+}
+
+// Adds the warps' parts in a fixed order and hands each pair of rows, times `scale`, to `epilogue(group, pair, token, even, odd)`.
 // A thread keeps its token and pair over all groups, so an epilogue may keep per-token state in registers.
 template <class B, class Epilogue>
-MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, Epilogue epilogue) {
+MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, float scale, Epilogue epilogue) {
   constexpr u32 kItems = 4 * B::kTokens, kAtOnce = B::kThreads / kItems;
-  const u32 pair = block.thread % 4, token = block.thread / 4 % B::kTokens, sub = block.thread / kItems;
+  const u32 pair = block.thread % 4, token = own_token(block), sub = block.thread / kItems;
   if (sub >= kAtOnce) return;
 #pragma unroll 1
   for (u32 group = first + sub; group < last; group += kAtOnce) {
@@ -207,24 +227,31 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
       const u32x2 v = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
       even += ptx::bits_float(v.x), odd += ptx::bits_float(v.y);
     }
-    epilogue(group, pair, token, even, odd);
+    epilogue(group, pair, token, even * scale, odd * scale);
   }
+}
+
+// Where the partial sums of a batch lie; two batches take turns.
+template <u32 kBatch, class B>
+MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 turn) {
+  return block.template at<float>(smem.partials) + turn * kBatch * B::kWarps * B::kTokens * kGroupRows;
 }
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
 // its own where a buffer is reused); `finish(partials, first, count)` takes the warps' sums of row groups, counted from the
-// block's first. kEnds: the block meets behind the last finish.
-template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Finish>
-MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Finish finish) {
+// block's first; `settle()` is called once, before the barrier that the first of them follows. kEnds: the block meets behind the
+// last finish. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
+template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Settle, class Finish>
+MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Settle settle,
+                      Finish finish) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
-  constexpr u32 kBatchFloats = kBatch * B::kWarps * B::kTokens * kGroupRows;
   const u32 chunks = u32(s.pieces) / (G::kPieces * G::kWays);
   u32 turn = 0;
   for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
     for_each_pass(kBatch, chunks, groups, [&](u32 first, u32 last, u32 chunk) {
-      const smem_ptr<float> partials = block.template at<float>(smem.partials) + turn * kBatchFloats;
+      const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
       const u32 item = part * u32(s.groups) + first, column = part * chunks + chunk;
       const bool ends = chunk + 1 == chunks;
       if (chunks > 1 || first == groups.begin) {
@@ -236,6 +263,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
       consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
                        ends && item + (last - first) == own.end);
       if (ends) {
+        if (item == own.begin) settle();
         block.sync();
         finish(partials, item - own.begin, last - first);
         turn ^= 1;
@@ -245,13 +273,17 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   if (kEnds) block.sync();
 }
 
-// A matrix whose columns are not split: `epilogue` as in finish_batch. kStages: it stages results, and all of them are there at
-// the end.
-template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue>
-MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue) {
+// A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all
+// of them are there at the end.
+template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
+                       Scale scale = {}) {
   const u32 begin = own_groups(block.cx, s).begin;
-  run_tiles<kBatch, G, kStages>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
-    finish_batch(block, partials, begin + first, begin + first + count, epilogue);
+  float factor = 1.0f;
+  const auto settle = [&] { scale.settle(); };
+  run_tiles<kBatch, G, kStages>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
+    if (first == 0) factor = scale.factor(own_token(block));
+    finish_batch(block, partials, begin + first, begin + first + count, factor, epilogue);
   });
 }
 

@@ -42,7 +42,8 @@ MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, 
 template <class Wire, u32 kBatch, class G, class B, class R, class Gather>
 MK_DEV void run_matrix_parts(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, const ExchangeShape& e,
                              u32 sequence, Gather gather) {
-  run_tiles<kBatch, G, Wire::kFlagged>(block, reader, site, s, smem, gather, [&](smem_ptr<float> partials, u32 first, u32 count) {
+  const auto settle = [] {};
+  run_tiles<kBatch, G, Wire::kFlagged>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
     publish_parts<Wire>(block, e, sequence, partials, first, count);
   });
   if (Wire::kFlagged && block.thread == 0) {

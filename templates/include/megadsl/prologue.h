@@ -1,16 +1,19 @@
-// From exchanges to the mma operand: gather a linear's inputs, reduce rows, apply the prologue in place.
+// From exchanges to the mma operand: gather a linear's inputs, reduce rows, apply the prologue in place. Or, where a prologue is
+// elementwise(x) times a scale of the row, gather the finished operand and leave the scale to the products.
 #pragma once
 #include "megadsl/block.h"
 
 namespace mk {
 
-// Eight consecutive bf16 of a vector, as fp32.
-MK_DEV void load8(smem_ptr<char> vector, u32 column, float (&v)[8]) {
-  const u32x4 x = ptx::ld_shared<u32x4>(vector.template at<u32x4>(column * 2));
+// Eight bf16, as fp32.
+MK_DEV void unpack8(u32x4 x, float (&v)[8]) {
   const u32 w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) v[2 * i] = ptx::bf16_lo(w[i]), v[2 * i + 1] = ptx::bf16_hi(w[i]);
 }
+
+// Eight consecutive elements of a vector.
+MK_DEV void load8(smem_ptr<char> vector, u32 column, float (&v)[8]) { unpack8(ptx::ld_shared<u32x4>(vector.template at<u32x4>(column * 2)), v); }
 
 // Eight consecutive columns of a token in an activation buffer, as fp32; `column` is a multiple of 8.
 template <u32 kTokens>
@@ -30,21 +33,33 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
                           u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
 }
 
-// Gathers features of a value into an activation buffer, columns past them as zeros. `begin` is a multiple of 8.
-template <class Wire, class P, class B>
-MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                         smem_ptr<char> into) {
-  constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
+// Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(group,
+// token, bits)` and `last(group, token, bits)` are for what has arrived, see gather_units.
+template <class Wire, class P, class B, class Unit, class Last>
+MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
+                          smem_ptr<char> into, Unit unit, Last last) {
+  constexpr u32 kTokens = B::kTokens;
   const Groups wanted = groups_of(begin, features);
   const u32 filled = wanted.count * kGroupRows;
 #pragma unroll 1
   for (u32 i = block.thread; i < (columns - filled) * kTokens; i += B::kThreads)
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
   const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
-  const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_units<Wire, kTokens, P, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
-      [&](u32, u32 group, u32 token, u32x4 x) {
+      [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
+      [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
+}
+
+// Gathers features of a value as they are.
+template <class Wire, class P, class B>
+MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
+                         smem_ptr<char> into) {
+  constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
+  const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
+  gather_groups<Wire, P>(
+      block, site, e, sequence, begin, features, columns, into,
+      [&](u32 group, u32 token, u32x4 x) {
         const smem_ptr<char> at = place(group, token);
         ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.z});
         if (Wire::kWholeUnits) {
@@ -54,7 +69,117 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
           ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
         }
       },
-      [&](u32, u32 group, u32 token, u16 bits) { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); });
+      [&](u32 group, u32 token, u16 bits) {
+        return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); };
+      });
+}
+
+enum class RowOp { kSum, kMax };
+
+// A thread's parts of row reductions, of the units that it gathers. Their last elements are taken apart from the others, all in
+// the order of the units: what a wire makes of last elements, and how many blocks send them, then changes no bit.
+template <class B, RowOp... kOps>
+struct RowParts {
+  static constexpr u32 kCount = sizeof...(kOps), kTokens = B::kTokens;
+  // Units are numbered [group][token] and dealt out to the threads in turn: a thread's are all of one token if tokens divide a warp.
+  static constexpr bool kOneToken = kWarpSize % kTokens == 0;
+  static constexpr u32 kRows = kOneToken ? 1 : kTokens;
+  using Parts = float[kCount][kRows];
+  Parts firsts, lasts;
+
+  MK_DEV static constexpr RowOp op(u32 i) {
+    const RowOp ops[] = {kOps...};
+    return ops[i];
+  }
+  MK_DEV static float both(u32 i, float a, float b) { return op(i) == RowOp::kSum ? a + b : math::max(a, b); }
+
+  MK_DEV RowParts() {
+#pragma unroll
+    for (u32 i = 0; i < kCount * kRows; ++i) firsts[i / kRows][i % kRows] = lasts[i / kRows][i % kRows] = op(i / kRows) == RowOp::kSum ? 0.0f : -INFINITY;
+  }
+  MK_DEV static void add(Parts& parts, u32 token, const float (&terms)[kCount]) {
+#pragma unroll
+    for (u32 i = 0; i < kCount * kRows; ++i) {
+      float& part = parts[i / kRows][i % kRows];
+      if (kOneToken || token == i % kRows) part = both(i / kRows, part, terms[i / kRows]);
+    }
+  }
+  // Leaves the warp's parts in `to` [reduction][token][warp]. Needs a sync() before reads.
+  MK_DEV void leave(const B& block, smem_ptr<float> to) const {
+    constexpr u32 kLanes = kOneToken ? kTokens : 1;  // lanes from one of a token to the next
+#pragma unroll
+    for (u32 i = 0; i < kCount * kRows; ++i) {
+      float total = both(i / kRows, firsts[i / kRows][i % kRows], lasts[i / kRows][i % kRows]);
+#pragma unroll
+      for (u32 mask = kWarpSize / 2; mask >= kLanes; mask /= 2) total = both(i / kRows, total, ptx::shfl_xor(total, mask));
+      const u32 token = kOneToken ? block.lane() : i % kRows;
+      if (block.lane() < kLanes) ptx::st_shared<float>(to + ((i / kRows * kTokens + token) * B::kWarps + block.warp()), total);
+    }
+  }
+};
+
+// Gathers a value as the finished operand of the products: `apply(args)` of each element (args[0]) and the elements of vectors
+// beside it, in the order of `places` ([0] is where the operand goes). The row reductions' terms of an element, `terms(x, of)`,
+// are added to `rows`, but for last elements that travel apart: those lie in `lasts` as they came, see add_lasts. The operand is
+// not normalised yet. That is safe: bf16 has the range of fp32, so that it overflows only where the norm's own squares did long before.
+template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, class Terms, class Apply>
+MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
+                           const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply) {
+  constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32, kInUnit = Wire::kWholeUnits ? 8 : 7;
+  const auto place = [&](u32 group, u32 token) { return places[0].template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
+  gather_groups<Wire, P>(
+      block, site, e, sequence, begin, features, columns, places[0],
+      [&](u32 group, u32 token, u32x4 x) {
+        float args[kArgs][8], out[8] = {}, sums[Rows::kCount];
+        unpack8(x, args[0]);
+#pragma unroll
+        for (u32 i = 1; i < kArgs; ++i) load8(places[i], group * kGroupRows, args[i]);
+#pragma unroll
+        for (u32 j = 0; j < kInUnit; ++j) {
+          if (kRagged && group * kGroupRows + j >= features) continue;
+          float element[kArgs], of[Rows::kCount];
+#pragma unroll
+          for (u32 i = 0; i < kArgs; ++i) element[i] = args[i][j];
+          out[j] = apply(element);
+          terms(element[0], of);
+          if (j == 7) Rows::add(rows.lasts, token, of);
+#pragma unroll
+          for (u32 i = 0; i < Rows::kCount && j < 7; ++i) sums[i] = j == 0 ? of[i] : Rows::both(i, sums[i], of[i]);
+        }
+        Rows::add(rows.firsts, token, sums);
+        const smem_ptr<char> at = place(group, token);
+        ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::pack_bf16(out[0], out[1]), ptx::pack_bf16(out[4], out[5])});
+        if (Wire::kWholeUnits) {
+          ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{ptx::pack_bf16(out[2], out[3]), ptx::pack_bf16(out[6], out[7])});
+        } else {
+          ptx::st_shared<u32>(at.template at<u32>(kRange), ptx::pack_bf16(out[2], out[3]));
+          ptx::st_shared<u16>(at.template at<u16>(kRange + 4), ptx::to_bf16(out[6]));
+        }
+      },
+      [&](u32 group, u32 token, u16 bits) {
+        const u32 column = group * kGroupRows + 7;
+        float element[kArgs] = {ptx::from_bf16(bits)};
+#pragma unroll
+        for (u32 i = 1; i < kArgs; ++i) element[i] = ptx::from_bf16(ptx::ld_shared<u16>(places[i].template at<u16>(column * 2)));
+        const bool counts = !kRagged || column < features;
+        const u16 out = counts ? ptx::to_bf16(apply(element)) : u16(0);
+        return [=] {
+          ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), out);
+          ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
+        };
+      });
+}
+
+// Adds the last elements that gather_operand has left to the thread's parts, behind a sync().
+template <class Wire, bool kRagged, class Rows, class B, class Terms>
+MK_DEV void add_lasts(const B& block, u32 features, smem_ptr<u16> lasts, Rows& rows, Terms terms) {
+  if (Wire::kWholeUnits) return;
+#pragma unroll 1
+  for (u32 i = block.thread; i < ceil_div(features, kGroupRows) * B::kTokens; i += B::kThreads) {
+    float of[Rows::kCount];
+    terms(ptx::from_bf16(ptx::ld_shared<u16>(lasts + i)), of);
+    if (!kRagged || i / B::kTokens * kGroupRows + 7 < features) Rows::add(rows.lasts, i % B::kTokens, of);
+  }
 }
 
 // Gathers the rows of another value that this block's own results are combined with (a residual), as units.
@@ -67,7 +192,7 @@ MK_DEV void gather_kept(const B& block, u32 site, const ExchangeShape& e, u32 se
   gather_units<Wire, kTokens, Poll<1, 1, false>, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners_of(block.cx, e, wanted)}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) { store_unit<Wire>(place(group, token), x); },
-      [&](u32, u32 group, u32 token, u16 bits) { store_last(place(group, token), bits); });
+      [&](u32, u32 group, u32 token, u16 bits) { return [=] { store_last(place(group, token), bits); }; });
 }
 
 // How the warps share the tokens of a row reduction: `kPerToken` warps work on one token at a time.
@@ -76,8 +201,6 @@ struct RowShare {
   static constexpr u32 kTokensAtOnce = B::kTokens < B::kWarps ? B::kTokens : B::kWarps;
   static constexpr u32 kPerToken = B::kWarps / kTokensAtOnce;
 };
-
-enum class RowOp { kSum, kMax };
 
 // Per-warp parts of one row reduction into `parts` [token][RowShare::kPerToken] fp32. `load(column, token, values)` gives
 // the operand's eight values from a column on. Columns from `columns` on do not count. Needs a sync() before reads.
@@ -108,16 +231,19 @@ MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load
   }
 }
 
-// The finished reduction of one token, added up in a fixed order.
-template <RowOp kOp, class B>
+// The finished reduction of one token: kParts of it, added up in pairs, then pairs of pairs.
+template <RowOp kOp, u32 kParts>
 MK_DEV float row_total(smem_ptr<float> parts, u32 token) {
-  float total = ptx::ld_shared<float>(parts + token * RowShare<B>::kPerToken);
+  float part[kParts];
 #pragma unroll
-  for (u32 i = 1; i < RowShare<B>::kPerToken; ++i) {
-    const float other = ptx::ld_shared<float>(parts + (token * RowShare<B>::kPerToken + i));
-    total = kOp == RowOp::kSum ? total + other : math::max(total, other);
+  for (u32 i = 0; i < kParts; ++i) part[i] = ptx::ld_shared<float>(parts + (token * kParts + i));
+#pragma unroll
+  for (u32 apart = 1; apart < kParts; apart *= 2) {
+#pragma unroll
+    for (u32 i = 0; i + apart < kParts; i += 2 * apart)
+      part[i] = kOp == RowOp::kSum ? part[i] + part[i + apart] : math::max(part[i], part[i + apart]);
   }
-  return total;
+  return part[0];
 }
 
 // Rewrites an activation buffer in place, eight columns at a time: `f(column, token, values)` fills the new values.

@@ -152,6 +152,12 @@ def stage_bytes(s: ScheduleBlock) -> None:
     # mend: stage_bytes=1000 => «stage_bytes=4096»
 
 
+def scale(s: ScheduleBlock) -> None:
+    s["o_proj"].scale("after")
+    # MK241 `s["o_proj"].scale(` | 'o_proj' cannot be scaled after | elementwise(one value) times
+    # mend: .scale("after") => «.scale("before")»
+
+
 def slots(s: ScheduleBlock) -> None:
     s["o_proj"].sync(mk.Tagged(slots=3))
     # MK165 `s["o_proj"].sync(` | Tagged on 'x' has 3 slots | a power of two
