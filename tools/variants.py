@@ -1,6 +1,7 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync, l2 (KiB ahead for gate_up).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
+scale, l2 (KiB ahead for gate_up), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -18,7 +19,7 @@ import torch
 import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention, Graph
+from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
@@ -46,10 +47,21 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
         case "sync":
             for name in {v.producer for v in graph.values}:
                 s[name].sync(SYNCS[value])
+        case "scale":
+            for op in graph.ops:
+                if isinstance(op, Linear) and op.factored is not None:
+                    s[op.name].scale(value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case _:
-            raise SystemExit(f"unknown knob {knob!r}")
+            split_columns(s, graph, knob, value)
+
+
+def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
+    """A linear's columns in parts, by its name."""
+    if not any(isinstance(found, Linear) and found.name == op for found in graph.ops):
+        raise SystemExit(f"unknown knob {op!r}")
+    s[op].columns(ways=int(ways))
 
 
 def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:

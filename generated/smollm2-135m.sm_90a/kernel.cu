@@ -78,6 +78,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   // lm_head: 49152 x 576  [llama.py:36]
   tape.vector(5, s.lm_head_norm, evict_first);
   tape.matrix<kBatch>(5, s.lm_head, evict_first);
+  // tape: the loads of all ops in turn  [llama.py:10]
   tape.play(0, layer_begin);
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megadsl.check.model import Device, Matrix, Step, prologue_gathers
+from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Instr
 from megadsl.lower.memory import row_parts
+from megadsl.lower.operands import prologue_values
 from megadsl.lower.shape import ident
 from megadsl.types import ceil_div
 
@@ -119,7 +120,7 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         op, m, batch = step.instr.op, self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        half = batch * self.device.warps * self.device.tokens * 8 * 4
+        half = self._half()
         turn = 0
         for part, begin, end in self.device.parts(op)[self.block]:
             own = end - begin
@@ -129,9 +130,9 @@ class Stream:
                         if chunk > part * m.chunks:
                             yield from self._meet(step.instr, "refill")
                         yield from self._prologue(step, m, chunk)
-                        yield from self._lasts(step, m, half, True)
                         yield from self._meet(step.instr, "gathered")
-                        yield from self._scales(step, m, half)
+                        yield from self._lasts(step, m, False)
+                        yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
                     if own:
                         yield self._activations(step, m, chunk, 0, False)
                         own_sums = chunk > part * m.chunks  # each thread adds to its own
@@ -159,16 +160,16 @@ class Stream:
         factored = self.device.op(op).factored
         return 0 if factored is None else len(reductions(factored.scale))
 
-    def _lasts(self, step: Step, m: Matrix, half: int, write: bool) -> Iterator[Event]:
-        """Where last elements travel apart, they wait in the second batch's place."""
-        gather = prologue_gathers(step.instr)[0]
-        if self._scaled(step.instr.op) and gather.args["wire"] == "Tagged":
-            size = ceil_div(m.columns, 8) * self.device.tokens * 2
-            yield Access("partials", self.words[2] + half, size, write, step, ("lasts", step.instr.op, step.layer))
+    def _half(self) -> int:
+        """Bytes of one batch's partial sums."""
+        return self.device.plan.tunables.batch * self.device.warps * self.device.tokens * 8 * 4
 
-    def _scales(self, step: Step, m: Matrix, half: int) -> Iterator[Event]:
-        yield from self._lasts(step, m, half, False)
-        yield from (self._scalars(step, i, True) for i in range(self._scaled(step.instr.op)))
+    def _lasts(self, step: Step, m: Matrix, write: bool) -> Iterator[Event]:
+        """Where last elements travel apart, they wait in the second batch's place."""
+        op = self.device.op(step.instr.op)
+        if self._scaled(op.name) and self.device.exchanges[prologue_values(op)[0][1].value].wire == "Tagged":
+            size = ceil_div(m.columns, 8) * self.device.tokens * 2
+            yield Access("partials", self.words[2] + self._half(), size, write, step, ("lasts", op.name, step.layer))
 
     def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
         size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
@@ -182,6 +183,7 @@ class Stream:
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
+                yield from self._lasts(at, m, True)
             elif inner.call == "sync":
                 yield Meet("sync")
             elif inner.call == "reduce":
