@@ -41,20 +41,23 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits":
-            for name in (op.name for op in graph.ops if isinstance(op, Attention)):
-                s[name].split(kv=int(value))
-        case "sync":
-            for name in {v.producer for v in graph.values}:
-                s[name].sync(SYNCS[value])
-        case "scale":
-            for op in graph.ops:
-                if isinstance(op, Linear) and op.factored is not None:
-                    s[op.name].scale(value)
+        case "splits" | "sync" | "scale":
+            apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case _:
             split_columns(s, graph, knob, value)
+
+
+def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
+    """One override of every op that it can be about."""
+    for op in graph.ops:
+        if knob == "splits" and isinstance(op, Attention):
+            s[op.name].split(kv=int(value))
+        if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
+            s[op.name].scale(value)
+        if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:
+            s[op.name].sync(SYNCS[value])
 
 
 def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
