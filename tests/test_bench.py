@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from megadsl import cli, driver
+from megadsl.build.gpus import gpus
 from megadsl.diagnostics import MegadslError
-from megadsl.machine import machine
+from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import total_cost
 from megadsl.reference.compare import Agreement, Error, Gate, gate
 from megadsl.runtime import bench, bench_baselines
 from megadsl.runtime.bench import BaselineRow, Row, Subject, forced_rows
-from megadsl.runtime.bench_baselines import Baseline, Prepared, at_most, prepare
+from megadsl.runtime.bench_baselines import Prepared, at_most, prepare
+from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import WALL, Clock, Contestant, Spread
 from tests.kernels import compiled
 
@@ -117,6 +119,12 @@ def test_a_planted_error_fails_the_gate(
 def test_wrong_usage_exits_with_two(command: Callable[..., tuple[int, str, str]], arguments: list[str], complaint: str) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "") and complaint in err
+
+
+@pytest.mark.skipif(any(gpu.runs(DEFAULT_ARCH) for gpu in gpus()), reason="here the GPU would do")
+def test_a_gpu_that_is_not_there_is_a_diagnostic(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = command("--device", "cuda", "--blocks", "2")
+    assert (code, out) == (1, "") and "error[MK44" in err
 
 
 def test_a_cache_without_room_is_a_diagnostic(subject: Subject) -> None:

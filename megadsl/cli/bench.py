@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +11,9 @@ import typer
 
 from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
+from megadsl.runtime.bench_kinds import Baseline
 
 EXAMPLE = "Example: megadsl bench llama-3.2-1b --tokens 1,5 --kv 512,2000 --out build/bench.json"
-
-
-class Beside(StrEnum):
-    """What is measured beside the kernel (runtime.bench_baselines.Baseline, which brings torch)."""
-
-    NONE = "none"
-    EAGER_GRAPH = "eager-graph"
-    COMPILE = "compile"
 
 
 def command(
@@ -30,9 +22,9 @@ def command(
     kv: Annotated[str, typer.Option("--kv", metavar="ROWS,...", help="Cached rows that a step finds.")] = "512",
     replays: Annotated[int, typer.Option("--replays", min=2, metavar="N", help="Timed runs of each contestant.")] = 200,
     baseline: Annotated[
-        Beside,
+        Baseline,
         typer.Option("--baseline", help="The same model in plain torch: its own kernels in a CUDA graph; torch.compile as well."),
-    ] = Beside.COMPILE,
+    ] = Baseline.COMPILE,
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
     ] = 120,
@@ -51,7 +43,6 @@ def command(
     """
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
-    from megadsl.runtime.bench_baselines import Baseline
 
     counts, lengths = _numbers("--tokens", tokens, least=1), _numbers("--kv", kv, least=0)
     chosen = resolve(device)
@@ -69,7 +60,7 @@ def command(
         if not rows:
             typer.echo(f"{about['model']} on {about['device']}; {about['clock']}")
         for length in lengths:
-            rows.append(subject.measure(length, replays, Baseline(baseline.value), baseline_budget))
+            rows.append(subject.measure(length, replays, baseline, baseline_budget))
             typer.echo("\n".join(rows[-1].lines()))
             if out is not None:  # what is measured is not lost
                 _write(out, {**about, "rows": [row.fields() for row in rows]})

@@ -1,4 +1,4 @@
-"""What every op means, in torch; the oracle, the torch bf16 baseline, and how results are compared with them."""
+"""What every op means, in torch; the oracle, torch bf16 op by op and as a user writes it for speed, and how results are compared."""
 
 from megadsl.reference.compare import Gate, gate
 from megadsl.reference.eager import EagerModel

@@ -18,10 +18,11 @@ from megadsl.machine import machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
 from megadsl.reference.compare import Error
-from megadsl.runtime.bench_baselines import Baseline, Prepared, prepare
+from megadsl.runtime.bench_baselines import Prepared, prepare
+from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.generate import Compiled, Generator
-from megadsl.runtime.program import Replay
+from megadsl.runtime.program import Replay, resolve_device
 from megadsl.runtime.stamps import read_stamps, render, stage_times
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 
@@ -149,13 +150,14 @@ class Subject:
         torch.set_float32_matmul_precision("highest")  # the oracle is fp32
         self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
         self.max_kv = int(self.manifest["max_kv"])
-        source = random_weights(self.manifest, _SEED, device)
+        self.device = resolve_device(device, self.manifest["arch"])
+        where = str(self.device)
+        source = random_weights(self.manifest, _SEED, where)
         weights = {name: source.load(name) for name in needed(self.manifest)}
-        self.generator = Generator(compiled, TensorSource(weights), device, progress=False, **dict(options or {}))
-        self.device = self.generator.program.device
-        self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", device)
-        self.bf16 = EagerModel(self.graph, weights, self.max_kv, device)
-        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, device)
+        self.generator = Generator(compiled, TensorSource(weights), where, progress=False, **dict(options or {}))
+        self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
+        self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
+        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
         self._random = torch.Generator(self.device)
         target = machine(self.manifest["arch"])
         self.clock = Clock(self.device, target, self.manifest["weight_bytes"])

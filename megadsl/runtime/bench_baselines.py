@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from types import FrameType
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from megadsl.reference import ATTENTION_FORMS, PlainModel
 from megadsl.reference.plain import Step
+from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import Clock, Contestant
 
 _TRIAL_REPLAYS = 20  # enough to choose between forms of attention
@@ -28,14 +28,6 @@ MODES: dict[str, Mapping[str, Any]] = {
     "compile default": {},
     "compile max-autotune": {"mode": "max-autotune-no-cudagraphs"},
 }
-
-
-class Baseline(StrEnum):
-    """What to measure beside the kernel: nothing; torch's own kernels in a CUDA graph; these and torch.compile."""
-
-    NONE = "none"
-    EAGER_GRAPH = "eager-graph"
-    COMPILE = "compile"
 
 
 @dataclass(frozen=True)

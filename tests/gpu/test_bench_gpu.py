@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megadsl.runtime.bench import Subject
-from megadsl.runtime.bench_baselines import Baseline
+from megadsl.runtime.bench_kinds import Baseline
 from tests.kernels import compiled
 
 pytestmark = pytest.mark.gpu
