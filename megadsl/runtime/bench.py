@@ -142,7 +142,7 @@ def _time_fields(times: Spread, floor_ms: float) -> dict[str, float]:
 class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
-    Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", "cuda:N" or "cpu" (the emulator); ``options`` go to the Program.
+    Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to the Program.
     Turns TF32 off for the process. Raises what Generator does.
     """
 
