@@ -22,7 +22,7 @@ from megadsl.ops.cost import total_cost
 from megadsl.reference.compare import Agreement, Error, Gate, gate
 from megadsl.runtime import bench, bench_baselines
 from megadsl.runtime.bench import BaselineRow, Row, Subject, forced_rows
-from megadsl.runtime.bench_baselines import Prepared, at_most, prepare
+from megadsl.runtime.bench_baselines import Prepared, Task, at_most, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import WALL, Clock, Contestant, Spread
 from tests.kernels import compiled
@@ -159,28 +159,34 @@ def verdict(error: float) -> Gate:
 
 def baseline(name: str, ms: float | None, failure: str | None = None) -> BaselineRow:
     times = None if ms is None else Spread(ms - 1, ms, ms + 1)
-    return BaselineRow(name, "gqa", 1.0, times, None, failure)
+    return BaselineRow(Prepared(name, "gqa", 1.0, failure), times)
 
 
 def test_the_best_baseline_is_one_that_ran_and_was_right() -> None:
-    rivals = (baseline("slow", 9.0), baseline("wrong", 3.0, "its logits are wrong"), baseline("late", None, "late"), baseline("good", 6.0))
+    rivals = (baseline("slow", 9.0), baseline("wrong", None, "its logits are wrong"), baseline("late", None, "late"), baseline("good", 6.0))
     row = Row(1, 0, verdict(0.01), Spread(1.5, 2.0, 2.5), 1.0, 10, 0, 21.0, rivals)
-    assert row.best is not None and row.best.name == "good" and row.fields()["best_baseline_over_ours"] == 3.0
+    assert row.best == ("good", 6.0) and row.fields()["best_baseline_over_ours"] == 3.0
     head, slow, wrong, late, good = row.lines()
     assert "2.0000 ms (1.5000-2.5000), 2.000 x floor, host 21.0 us per launch; gate passed" in head
     assert "4.500 x ours" in slow and "failed: its logits are wrong" in wrong and "failed: late" in late and "3.000 x ours" in good
     assert not replace(row, gate=verdict(0.02)).passed and not replace(row, differ=1).passed and row.passed
 
 
+def task(subject: Subject) -> Task:
+    """A step on an empty cache."""
+    subject.fill(0)
+    subject.plain.set_inputs([3, 4], 0)
+    return Task(subject.plain, 2, subject.bf16.step([3, 4]), subject.oracle.step([3, 4]))
+
+
 def test_a_baseline_with_wrong_logits_does_not_count(subject: Subject) -> None:
-    fp32 = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    bf16 = fp32.bfloat16().float()
-    for factor, right in ((1.5, True), (2.5, False)):
-        logits = fp32 + factor * (bf16 - fp32)
-        ready = Prepared("torch", "gqa", 0.0, run=lambda: None, logits=lambda logits=logits: logits)  # type: ignore[misc]
-        row = bench._baseline_row(ready, {"torch": Spread(1, 2, 3)}, bf16, fp32)
-        assert (row.failure is None) is right and row.times == Spread(1, 2, 3)
-        assert right or "its logits are wrong" in str(row.failure)
+    right = task(subject)
+    for factor in (1.5, 2.5):
+        error, wrong = right.judge(right.fp32 + factor * (right.bf16 - right.fp32))
+        assert error.mean > 0 and (wrong is None) is (factor < 2)
+    other = replace(right, fp32=right.fp32.flip(0), bf16=right.bf16.flip(0))
+    found = prepare(other, Baseline.EAGER_GRAPH, 0, subject.clock, 2)
+    assert len(found) == 3 and all(each.run is None and "its logits are wrong" in str(each.failure) for each in found)
 
 
 def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -206,21 +212,19 @@ def test_compiled_baselines_run_whole_or_say_why_not(subject: Subject, modes: Ca
     modes(traced=traced, broken=refuses)
     row = subject.measure(17, 2, Baseline.COMPILE, 120.0)
     plain, *tried = row.baselines
-    assert plain.failure is None and plain.name.startswith("eager") and row.passed
+    assert plain.times is not None and plain.name.startswith("eager") and row.passed
     assert {each.name.partition(",")[0] for each in tried} == {"traced", "broken"}
     for each in tried:
         if each.name.startswith("traced"):
-            assert each.failure is None and each.times is not None and each.error is not None
+            assert each.of.failure is None and each.times is not None and each.of.error is not None
         else:
-            assert "NotImplementedError: not this one" in str(each.failure) and each.times is None
-    assert row.best is not None and row.best.failure is None
+            assert "NotImplementedError: not this one" in str(each.of.failure) and each.times is None
 
 
 def test_compiling_ends_with_its_budget(subject: Subject, modes: Callable[..., None]) -> None:
     modes(endless=sleeps, late=traced)
     began = time.monotonic()
-    subject.fill(0)
-    _, endless, late, *_ = prepare(subject.plain, 2, Baseline.COMPILE, 3.0, subject.clock, 2)
+    _, endless, late, *_ = prepare(task(subject), Baseline.COMPILE, 3.0, subject.clock, 2)
     assert time.monotonic() - began < 30
     assert endless.failure == "not compiled in 3 s" and late.failure == "not tried: the time for compiling was used up"
 
@@ -239,11 +243,10 @@ def test_a_form_that_fails_is_reported(subject: Subject, monkeypatch: pytest.Mon
         return step(rows, form)
 
     monkeypatch.setattr(subject.plain, "step", fails)
-    subject.fill(0)
-    best, *others = prepare(subject.plain, 2, Baseline.EAGER_GRAPH, 0, subject.clock, 2)
+    best, *others = prepare(task(subject), Baseline.EAGER_GRAPH, 0, subject.clock, 2)
     assert best.failure is None and best.attention == "grouped"
     assert [other.failure for other in others] == ["RuntimeError: no gqa here and more", "RuntimeError: no matmul here and more"]
-    assert prepare(subject.plain, 2, Baseline.NONE, 0, subject.clock, 2) == []
+    assert prepare(task(subject), Baseline.NONE, 0, subject.clock, 2) == []
 
 
 def test_the_time_limit_ends_what_takes_longer() -> None:

@@ -13,7 +13,7 @@ from megadsl.ir.graph import Linear
 from megadsl.reference import ATTENTION_FORMS, EagerModel, PlainModel, ReferenceModel, meaning
 from megadsl.reference.compare import Error
 from megadsl.reference.plain import Term, plain_term
-from megadsl.runtime.bench import BASELINE_FACTOR
+from megadsl.runtime.bench_baselines import FACTOR
 from megadsl.runtime.weights import needed, random_weights
 from megadsl.source import Span
 
@@ -55,7 +55,7 @@ def test_it_computes_the_same_model(model: str, count: int) -> None:
                 trio.plain.set_inputs(ids, at)
                 logits, chosen = run()
                 exact, eager = trio.fp32.step(ids), trio.eager.step(ids)
-                assert Error.of(logits.float(), exact).within(BASELINE_FACTOR, Error.of(eager, exact)), (form, at)
+                assert Error.of(logits.float(), exact).within(FACTOR, Error.of(eager, exact)), (form, at)
                 assert chosen is not None and chosen.equal(logits.argmax(-1))
 
 

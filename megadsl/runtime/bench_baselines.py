@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from megadsl.reference import ATTENTION_FORMS, PlainModel
+from megadsl.reference.compare import Error
 from megadsl.reference.plain import Step
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import Clock, Contestant
 
+FACTOR = 2.0
 _TRIAL_REPLAYS = 20  # enough to choose between forms of attention
 _AGAIN_S = 5.0
 _FUSIBLE = "matmul"  # the form of attention that is made of operators which torch.compile can fuse
@@ -32,20 +34,46 @@ MODES: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A baseline that is ready to be timed, or why it is not (``failure``). ``logits`` are fp32 (n, vocab) of its last run.
+    """A baseline that is ready to be timed, or why it is not (``failure``).
 
-    ``attention`` is the form it uses, ``prepare_s`` what compiling, warming up and capturing took.
+    ``attention`` is the form it uses, ``prepare_s`` what compiling, warming up and capturing took, ``error`` that of its logits.
     """
 
     name: str
     attention: str
     prepare_s: float
     failure: str | None = None
+    error: Error | None = None
     run: Callable[[], object] | None = None
-    logits: Callable[[], torch.Tensor] | None = None
 
     def contestant(self) -> Contestant | None:
         return None if self.run is None else Contestant(self.name, self.run)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every baseline has to do: a step of ``model``, whose inputs and caches are set, with ``rows`` rows in use after it.
+
+    Its logits should be near ``fp32``, the oracle's, as ``bf16``, EagerModel's, are; each (n, vocab).
+    """
+
+    model: PlainModel
+    rows: int
+    bf16: torch.Tensor
+    fp32: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.ids.device
+
+    def step(self, form: str) -> Step:
+        return self.model.step(self.rows, form)
+
+    def judge(self, logits: torch.Tensor) -> tuple[Error, str | None]:
+        """The error against fp32, and what is wrong with it: beyond FACTOR times EagerModel's it is no longer the same model."""
+        found, known = Error.of(logits, self.fp32), Error.of(self.bf16, self.fp32)
+        wrong = f"its logits are wrong: error {found} against fp32, where torch bf16 op by op has {known}"
+        return found, None if found.within(FACTOR, known) else wrong
 
 
 class _OutOfTimeError(BaseException):
@@ -68,32 +96,28 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def prepare(model: PlainModel, rows: int, which: Baseline, budget_s: float, clock: Clock, replays: int) -> list[Prepared]:
-    """The baselines that ``which`` asks for, of steps with ``rows`` rows in use after them; inputs and caches are set already.
+def prepare(task: Task, which: Baseline, budget_s: float, clock: Clock, replays: int) -> list[Prepared]:
+    """The baselines that ``which`` asks for.
 
-    Torch's own kernels use the form of attention that is fastest; torch.compile gets that one, then, in what is left of
-    ``budget_s`` seconds, the one it can fuse. A failure is one of the results.
+    Torch's own kernels use the form of attention that is fastest in at most ``replays`` runs; torch.compile gets that one, then, in what
+    is left of ``budget_s`` seconds, the one it can fuse. A failure is one of the results.
     """
     if which is Baseline.NONE:
         return []
     torch._dynamo.reset()
-    plain, *unfit = _eager(model, rows, clock, min(replays, _TRIAL_REPLAYS))
+    plain, *unfit = _eager(task, clock, min(replays, _TRIAL_REPLAYS))
     if which is Baseline.EAGER_GRAPH:
         return [plain, *unfit]
-    compiled: list[Prepared] = []
-    forms = dict.fromkeys((plain.attention, _FUSIBLE))
     until = time.monotonic() + budget_s
-    for form in forms:
-        for name, options in MODES.items():
-            left = until - time.monotonic()
-            compiled.append(_compiled(model.step(rows, form), f"{name}, {form} attention", form, options, left, model.ids.device))
+    forms = dict.fromkeys((plain.attention, _FUSIBLE))
+    compiled = [_compiled(task, mode, form, until - time.monotonic()) for form in forms for mode in MODES]
     return [plain, *unfit, *compiled]
 
 
-def _eager(model: PlainModel, rows: int, clock: Clock, replays: int) -> list[Prepared]:
+def _eager(task: Task, clock: Clock, replays: int) -> list[Prepared]:
     """Torch's own kernels with the form of attention that is fastest, then the forms that failed."""
-    where = "eager in a CUDA graph" if model.ids.device.type == "cuda" else "eager"
-    tried = [_attempt(model.step(rows, form), f"{where}, {form} attention", form, model.ids.device) for form in ATTENTION_FORMS]
+    where = "eager in a CUDA graph" if task.device.type == "cuda" else "eager"
+    tried = [_attempt(task, task.step(form), f"{where}, {form} attention", form) for form in ATTENTION_FORMS]
     ready = [contestant for trial in tried if (contestant := trial.contestant()) is not None]
     unfit = [trial for trial in tried if trial.failure is not None]
     if not ready:
@@ -103,28 +127,29 @@ def _eager(model: PlainModel, rows: int, clock: Clock, replays: int) -> list[Pre
     return [trial for trial in tried if trial.name == chosen] + unfit
 
 
-def _compiled(step: Step, name: str, form: str, options: Mapping[str, Any], budget_s: float, device: torch.device) -> Prepared:
+def _compiled(task: Task, mode: str, form: str, budget_s: float) -> Prepared:
+    name = f"{mode}, {form} attention"
     if budget_s <= 0:
         return Prepared(name, form, 0.0, failure="not tried: the time for compiling was used up")
     began = time.monotonic()
     try:
         with at_most(budget_s):
-            return _attempt(torch.compile(step, fullgraph=True, dynamic=False, **options), name, form, device)
+            return _attempt(task, torch.compile(task.step(form), fullgraph=True, dynamic=False, **MODES[mode]), name, form)
     except _OutOfTimeError:
-        spent = time.monotonic() - began
-        return Prepared(name, form, spent, failure=f"not compiled in {budget_s:.0f} s")
+        return Prepared(name, form, time.monotonic() - began, failure=f"not compiled in {budget_s:.0f} s")
 
 
-def _attempt(step: Step, name: str, form: str, device: torch.device) -> Prepared:
-    """Warm up, capture, run once. Whatever torch raises is the result: a baseline that does not run is no reason to stop."""
+def _attempt(task: Task, step: Step, name: str, form: str) -> Prepared:
+    """Warm up, capture, run once, judge. Whatever torch raises is the result: a baseline that does not run is no reason to stop."""
     began = time.monotonic()
     try:
-        run, logits = _captured(step, device)
+        run, logits = _captured(step, task.device)
         run()
+        error, wrong = task.judge(logits())
     except Exception as problem:
         text = " ".join(f"{type(problem).__name__}: {problem}".split())[:_FAILURE_TEXT]
-        return Prepared(name, form, time.monotonic() - began, failure=text)
-    return Prepared(name, form, time.monotonic() - began, run=run, logits=logits)
+        return Prepared(name, form, time.monotonic() - began, text)
+    return Prepared(name, form, time.monotonic() - began, wrong, error, run if wrong is None else None)
 
 
 def _captured(step: Step, device: torch.device) -> tuple[Callable[[], object], Callable[[], torch.Tensor]]:
