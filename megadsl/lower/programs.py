@@ -12,6 +12,7 @@ from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
+from megadsl.lower.shape import merge_lanes
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.source import Span
 from megadsl.types import Level, ceil_div
@@ -173,8 +174,25 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     round_ = sequence(builder, value, op.name, publishing=True)
     args = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
-    syncs = ("flag",) if exchange.wire == "Flag" else ()
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
+    alone = stages_alone(builder, op)
+    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone else ()
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args={**args, "solo": alone})
+
+
+def stages_alone(builder: Builder, op: Op) -> bool:
+    """Whether a block's first warp ends up with all of an op's results: it then publishes them alone, before the block meets.
+
+    A flag stands for what all warps have stored: it needs a barrier in between anyway.
+    """
+    if isinstance(op, Embed) or op.out is None or builder.exchange(op.out).wire == "Flag":
+        return False
+    if isinstance(op, Attention):
+        return builder.exchange(op.out).units * merge_lanes(builder.schedule.op(op.name).splits) <= WARP_THREADS
+    return 4 * builder.graph.tokens * builder.schedule.batch <= WARP_THREADS  # mk::finish_batch: four pairs of rows a group
+
+
+def _end(builder: Builder, op: Op) -> tuple[str, ...]:
+    return () if op.out is None or stages_alone(builder, op) else ("end",)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -228,7 +246,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     """Barriers of mk::run_matrix."""
     refill = () if builder.chunks[op.name] == tiling(op).pieces else ("refill",)
-    return (*refill, "gathered", "partials", *(("end",) if op.out is not None else ()))
+    return (*refill, "gathered", "partials", *_end(builder, op))
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
@@ -339,7 +357,7 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_}
-    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
     yield builder.stamp(op.name, "end", op.span)

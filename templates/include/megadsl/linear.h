@@ -194,23 +194,26 @@ MK_DEV u32 own_token(const B& block) {
   return block.thread / 4 % B::kTokens;
 }
 
-// Adds the warps' parts in a fixed order and hands each pair of rows, times `scale`, to `epilogue(group, pair, token, even, odd)`.
-// A thread keeps its token and pair over all groups, so an epilogue may keep per-token state in registers.
-template <class B, class Epilogue>
-MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, float scale, Epilogue epilogue) {
+// Adds the warps' parts of at most kBatch groups in a fixed order and hands each pair of rows, times `scale()`, to
+// `epilogue(group, pair, token, even, odd)`. A thread keeps its token and pair over all groups, so an epilogue may keep per-token
+// state in registers.
+template <u32 kBatch, class B, class Scale, class Epilogue>
+MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, Scale scale, Epilogue epilogue) {
   constexpr u32 kItems = 4 * B::kTokens, kAtOnce = B::kThreads / kItems;
   const u32 pair = block.thread % 4, token = own_token(block), sub = block.thread / kItems;
   if (sub >= kAtOnce) return;
 #pragma unroll 1
   for (u32 group = first + sub; group < last; group += kAtOnce) {
     const smem_ptr<float> at = partials + ((group - first) * B::kWarps * B::kTokens + token) * kGroupRows + 2 * pair;
+    u32x2 parts[B::kWarps];
+#pragma unroll
+    for (u32 w = 0; w < B::kWarps; ++w) parts[w] = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
+    const float factor = scale();  // while the parts are on their way
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
-    for (u32 w = 0; w < B::kWarps; ++w) {
-      const u32x2 v = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
-      even += ptx::bits_float(v.x), odd += ptx::bits_float(v.y);
-    }
-    epilogue(group, pair, token, even * scale, odd * scale);
+    for (u32 w = 0; w < B::kWarps; ++w) even += ptx::bits_float(parts[w].x), odd += ptx::bits_float(parts[w].y);
+    epilogue(group, pair, token, even * factor, odd * factor);
+    if (kBatch <= kAtOnce) return;
   }
 }
 
@@ -221,10 +224,10 @@ MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 tu
 }
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
-// its own where a buffer is reused); `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all of
-// them are there at the end. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves
-// last elements there.
-template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+// its own where a buffer is reused); `epilogue` as in finish_batch, `scale` as Unscaled. kMeets: it ends behind a barrier of all
+// warps; without it, what the epilogue has done is only known within a warp. Until the first batch's partial sums meet, the second
+// batch's place is free: gather_operand leaves last elements there.
+template <u32 kBatch, class G, bool kMeets, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
                        Scale scale = {}) {
   const RowGroups own = own_groups(block.cx, s);
@@ -244,12 +247,15 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     if (chunk + 1 == chunks) {
       if (first == own.begin) scale.settle();
       block.sync();
-      if (first == own.begin) factor = scale.factor(own_token(block));
-      finish_batch(block, partials, first, last, factor, epilogue);
+      const auto scaled = [&] {
+        if (first == own.begin) factor = scale.factor(own_token(block));
+        return factor;
+      };
+      finish_batch<kBatch>(block, partials, first, last, scaled, epilogue);
       turn ^= 1;
     }
   });
-  if (kStages) block.sync();
+  if (kMeets) block.sync();
 }
 
 }  // namespace mk
