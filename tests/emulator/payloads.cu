@@ -29,13 +29,13 @@ MK_DEV void exchange_units(const mk::Context& cx, const mk::Buffers& b, const mk
   const mk::Share own = own_share(cx, u32(e.groups), 0);
   const u32 thread = ptx::thread_id();
   const u32x4* source = reinterpret_cast<const u32x4*>(b.weights);
-  const mk::Outgoing<Wire, 1> out(cx, b, e, sequence, staged, thread, kThreads);
-  for (u32 i = thread; i < own.end - own.begin; i += kThreads) out.put_unit(i, ptx::ld_global<u32x4>(source + own.begin + i));
+  const mk::Outgoing<Wire, 1> going(cx, b, e, sequence, staged, thread, kThreads);
+  for (u32 i = thread; i < own.end - own.begin; i += kThreads) going.put_unit(i, ptx::ld_global<u32x4>(source + own.begin + i));
   ptx::syncthreads();
-  out.send();
+  going.send();
   if (Wire::kFlagged) {
     ptx::syncthreads();
-    out.raise();
+    going.raise();
   }
   mk::gather_units<Wire, 1, mk::Poll<2, 1, true>, 1>(
       cx, kUnitSite, e, mk::exchange_round(b, e, sequence), {{{0, u32(e.groups)}}, {{0, cx.blocks.value}}}, thread, kThreads,
