@@ -96,6 +96,8 @@ class Device:
         self.warps = self.consumer.warps
         self.records = {r.name: r.words for r in plan.shape}
         self.exchanges = {e.name: e for e in plan.exchanges}
+        self._shares: dict[tuple[int, int], list[int]] = {}
+        self._parts: dict[str, list[list[tuple[int, int, int]]]] = {}
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
@@ -107,13 +109,17 @@ class Device:
 
     def shares(self, groups: int, offset: int) -> list[int]:
         """First item of every block, and the end of the last's."""
-        return [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
+        if (groups, offset) not in self._shares:
+            self._shares[groups, offset] = [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
+        return self._shares[groups, offset]
 
     def parts(self, op: str) -> list[list[tuple[int, int, int]]]:
         """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
-        m = self.matrix(op)
-        shares = [begin * m.fold for begin in self.shares(m.shared, m.share_offset)]
-        return [parts_of(m.groups, m.ways, begin, end) for begin, end in pairwise(shares)]
+        if op not in self._parts:
+            m = self.matrix(op)
+            shares = [begin * m.fold for begin in self.shares(m.shared, m.share_offset)]
+            self._parts[op] = [parts_of(m.groups, m.ways, begin, end) for begin, end in pairwise(shares)]
+        return self._parts[op]
 
     def op(self, name: str) -> Any:
         return self.plan.graph.op(name)
