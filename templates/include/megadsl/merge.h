@@ -45,7 +45,7 @@ MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, 
     at[i][0] = base + part * 2, at[i][1] = base + part * 2 + 1, at[i][2] = base + T::kVectors - 1;
   }
   u32x4 v[kCount][3] = {};
-  wait(cx, site, at[0][0], round.sequence, [&](u32& observed) {
+  wait<ptx::kPollsAtOnce>(cx, site, at[0][0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {

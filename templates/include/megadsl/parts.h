@@ -74,7 +74,7 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
     pending |= 1u << i;
   }
   u32x4 v[kCount] = {};
-  wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+  wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
