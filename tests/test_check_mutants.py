@@ -211,7 +211,12 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         ("'staged'", "writes staged: matrix", "reads staged: publish"),
     ),
     "published by all what one warp has": ("default", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
-    "nobody told that it is published": ("default", unmet("publish", "done"), "MK510", ("reads partials: matrix", "writes partials: gather")),
+    "nobody told that it is published": (
+        "default",
+        unmet("publish", "done"),
+        "MK510",
+        ("reads partials", "writes partials: gather"),
+    ),
     "refill of a chunk": (
         "chunked",
         unmet("matrix", "refill", "partials"),

@@ -45,7 +45,7 @@ MK_DEV Round exchange_round(const Buffers& buffers, const ExchangeShape& e, u32 
 
 constexpr u32 kFlagStride = 16;         // words between two blocks' flags
 constexpr u32 kEmptyWord = ~0u;         // Sentinel's "not yet"
-constexpr u32 kCanonicalNan = 0x7fffu;  // sent for an element of all ones, a NaN in bf16 and fp16: the same without its sign
+                                        // An element of all ones, a NaN in bf16 and fp16, is sent without its sign.
 constexpr u32 kQuietNan = 0x400000u;    // fp32: the bit that makes a NaN quiet
 
 // Whether a block's flag tells that the round is there. The block may be rounds ahead of a reader that it did not wait for, but
@@ -78,10 +78,11 @@ struct Sentinel {
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
+  // Both elements at once: where all bits but the sign are ones, adding 1 to them carries into the sign's place, which is cleared.
   MK_DEV static u32 safe(u32 pair) {
     if (ptx::sends_empty()) return pair;
-    const u32 lo = pair & 0xffffu, hi = pair >> 16;
-    return (lo == 0xffffu ? kCanonicalNan : lo) | (hi == 0xffffu ? kCanonicalNan : hi) << 16;
+    constexpr u32 kSigns = 0x80008000u;
+    return pair & ~(((pair & ~kSigns) + 0x00010001u) & kSigns);
   }
   MK_DEV static u32x4 pack(u32x4 unit, u32) { return {safe(unit.x), safe(unit.y), safe(unit.z), safe(unit.w)}; }
   // Bits are compared, never floats: a flushed subnormal would look like another value.
@@ -263,7 +264,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+    wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kPolls; ++i) {
