@@ -1,6 +1,7 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync, l2 (KiB ahead for gate_up).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync, l2 (KiB ahead for gate_up),
+regs (tiles in registers, all linears), regs_OP (of one op).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -18,7 +19,7 @@ import torch
 import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention, Graph
+from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
@@ -48,6 +49,11 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
                 s[name].sync(SYNCS[value])
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
+        case "regs":
+            for name in (op.name for op in graph.ops if isinstance(op, Linear)):
+                s[name].prefetch(registers=int(value))
+        case _ if knob.startswith("regs_"):
+            s[knob.removeprefix("regs_")].prefetch(registers=int(value))
         case _:
             raise SystemExit(f"unknown knob {knob!r}")
 

@@ -15,6 +15,7 @@ from megadsl.check.model import Device, Matrix, Step, prologue_gathers
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Instr
 from megadsl.lower.memory import row_parts
+from megadsl.lower.operands import vectors
 from megadsl.lower.shape import ident
 from megadsl.types import ceil_div
 
@@ -109,6 +110,23 @@ class Stream:
             at = self.device.records[f"{ident(value)}_kept"][0]
             yield Access(f"kept.{value}", at, size, write, step, (value, self.versions.get(value, 0)))
 
+    def _sync(self, _: Step) -> Iterator[Event]:
+        yield Meet("sync")
+
+    def _copy_vector(self, step: Step) -> Iterator[Event]:
+        yield self._copy(step, str(step.instr.args["arg"]), True)
+
+    def _copy(self, step: Step, arg: str, write: bool) -> Access:
+        """A vector of a linear, in a place of its own: read up to the padded columns."""
+        op, m = step.instr.op, self.device.matrix(step.instr.op)
+        begin = self.device.records[f"{ident(f'{op}.{arg}')}_copy"][0]
+        return Access(f"{op}.{arg}.copy", begin, m.tile_columns * m.pieces * 2, write, step, ("copy", op, step.layer, arg))
+
+    def _copies(self, step: Step) -> Iterator[Event]:
+        """Reads of all vectors that the op has copied."""
+        args = [arg for arg, _ in vectors(self.device.op(step.instr.op))] if self.device.held(step.instr.op) else []
+        yield from (self._copy(step, arg, False) for arg in args)
+
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
         groups = self.owned(m.groups // m.fold, m.share_offset) * m.fold
@@ -173,13 +191,17 @@ class Stream:
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
+                if self._scaled(step.instr.op):
+                    yield from self._copies(at)
             elif inner.call == "sync":
                 yield Meet("sync")
             elif inner.call == "reduce":
                 yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
+                yield from self._copies(at)
                 yield from (self._scalars(at, i, False) for i in range(int(str(inner.args["index"]))))
                 yield self._scalars(at, int(str(inner.args["index"])), True)
             elif inner.call == "apply":
+                yield from self._copies(at)
                 yield from (self._scalars(at, i, False) for i in range(len(list(inner.args["reductions"]))))  # type: ignore[call-overload]
                 yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
                 yield self._activations(at, m, chunk, 0, True, own=True)
