@@ -92,7 +92,7 @@ def test_consumers_take_what_the_loader_fills_in_its_order(name: str) -> None:
     taken = [(layer, i.op) for layer, i in steps(plan.program("consumer"), 2) if i.call in takes]
     assert filled == taken
     vectors = [i.args["record"] for _, i in steps(plan.program("loader"), 1) if i.call == "load_vector"]
-    waits = [f"{i.op}.{i.args['arg']}" for _, i in steps(plan.program("consumer"), 1) if i.call == "wait_vector"]
+    waits = [f"{i.op}.{i.args['arg']}" for _, i in steps(plan.program("consumer"), 1) if i.call in ("wait_vector", "copy_vector")]
     assert vectors == waits
 
 

@@ -315,11 +315,14 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
   u32 turn = 0;
   float factor = 1.0f;
   Progress<B> ahead = {own.begin};
+  const auto gather_chunk = [&](u32 chunk) {
+    gather(chunk * kChunkColumns, kChunkColumns);
+    block.sync();
+  };
   if constexpr (H::kTiles != 0) {  // before the loop: else the held weights would live as long as it
     static_assert(H::kTiles <= kBatch * G::kPieces, "held tiles belong to the first batch");
     const u32 tiles = held.count(own);
-    gather(0, kChunkColumns);
-    block.sync();
+    gather_chunk(0);
     block.meeting(smem.meeting, tiles == (own.end - own.begin) * G::kPieces);
     consume_held<R>(block, held, tiles, activations, partials_of<kBatch>(block, smem, 0), ahead);
   }
@@ -327,8 +330,7 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
     if (H::kTiles == 0 && (chunks > 1 || first == own.begin)) {
       if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
-      gather(chunk * kChunkColumns, kChunkColumns);
-      block.sync();
+      gather_chunk(chunk);
       block.meeting(smem.meeting, false);
     }
     Progress<B> begun = {first};
