@@ -163,22 +163,22 @@ def test_blocks_without_tiles_hold_none() -> None:
         assert ours.same(theirs)
 
 
-LARGE = {"hidden_size": 1056, "intermediate_size": 2080, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
+LARGE = {"hidden_size": 1056, "intermediate_size": 2080, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 64}
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_groups_of_several_tiles_held_in_part(tokens: int) -> None:
-    """Two tiles a row group (three in down_proj): held are one group and a pair of the next, a pair, and two groups."""
+    """Two tiles a row group, three in down_proj: held are one group, two groups, and one and a pair of the next."""
 
     def configure(s: ScheduleBlock) -> None:
         hold(2, "qkv_proj", "lm_head")(s)
-        hold(5, "down_proj")(s)
         hold(4, "gate_up_proj")(s)
+        hold(5 if tokens < 16 else 0, "down_proj")(s)  # whose input then comes in chunks
         hold(1, "o_proj")(s)
 
     held, plain = (compiled("llama-tiny", tokens=tokens, fields=config(**LARGE), configure=c) for c in (configure, nothing_held))
     sizes = [(0, tokens), (33, 1)]
-    results = check(held, sizes, seeds=(1,))
+    results = check(held, sizes)
     assert all(a.same(b) for a, b in zip(results, Bench(plain).play(steps(plain, sizes)), strict=True))
 
 

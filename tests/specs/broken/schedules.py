@@ -264,3 +264,15 @@ def role_without_warps(s: ScheduleBlock) -> None:
     s.role("consumer")  # type: ignore[call-arg]
     # MK220 `s.role(` | missing 1 required keyword-only argument: 'warps' | call it as ScheduleBlock.role(
     # mend: "consumer") => "consumer", «warps»=8)
+
+
+def held_rows(s: ScheduleBlock) -> None:
+    s["attention"].prefetch(registers=2)
+    # MK242 `s["attention"].prefetch(` | it streams no weights of its own | hold tiles of the linears
+    # mend: "attention" => "o_proj"
+
+
+def more_held_than_a_batch(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(registers=9)
+    # MK242 `s["o_proj"].prefetch(` | a tile takes 4 registers of a thread, a batch of row groups has 3 | use at most 3
+    # mend: registers=9 => registers=«at most (\d+)»
