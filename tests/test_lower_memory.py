@@ -12,6 +12,7 @@ from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel
 
 import megadsl as mk
 from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.plan import Area
 from megadsl.lower.memory import CHUNK_BUDGET, chunk_pieces, needs_whole_rows, prologue_values
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import default_schedule
@@ -39,13 +40,18 @@ def test_live_areas_do_not_overlap(name: str, tokens: int) -> None:
     memory = model(name, tokens).memory
     areas = [a for a in memory.areas if a.bytes]
     assert all(a.offset % 16 == 0 for a in areas) and all(a.offset % 128 == 0 for a in areas if a.overlay or a.name.startswith("ring."))
-    # An op's copies of vectors lie behind its activations; lm_head's candidates come when it has read both.
-    phase = {a.name: "copies" if a.name.endswith(".copy") else a.name.split(".")[0] if a.overlay and "." in a.name else "linear" if a.overlay else "" for a in areas}
+    phase = {a.name: _phase(a) for a in areas}
     for a, b in combinations(areas, 2):
         apart = a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
         in_turn = a.overlay and b.overlay and phase[a.name] != phase[b.name]
         assert apart or in_turn, f"{a.name} overlaps {b.name}"
     assert max(a.offset + a.bytes for a in areas) <= memory.bytes
+
+
+def _phase(a: Area) -> str:
+    """An op's copies of vectors lie behind its own input, over a larger one's; lm_head's candidates come when it has read both."""
+    op = a.name.split(".")[0]
+    return "" if not a.overlay else f"copies of {op}" if a.name.endswith(".copy") else op if "." in a.name else "linear"
 
 
 def test_activations_are_gathered_in_chunks_beyond_the_budget() -> None:
