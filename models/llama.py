@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         intermediate_size=1536,
         rope_theta=100000.0,
     ),
-    # The shape only: the published model also rescales rope frequencies for long contexts, which this spec does not.
+    # The shapes only: the published models also rescale rope frequencies for long contexts, which this spec does not.
     "llama-3.2-1b": _config(
         vocab_size=128256,
         hidden_size=2048,
@@ -71,6 +71,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         intermediate_size=8192,
         rope_theta=500000.0,
+    ),
+    "llama-3.1-8b": _config(
+        vocab_size=128256,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        head_dim=128,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
     ),
     "llama-tiny": _tiny(hidden=128, inter=192, vocab=512, heads=4, kv_heads=2),
     # Sizes that no tile divides, and the other head dimension, rope style and head.

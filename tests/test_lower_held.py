@@ -91,7 +91,7 @@ def test_what_cannot_be_held(op: str, tiles: int, tokens: int, why: str, mend: s
     with pytest.raises(MegadslError) as caught:
         plan(LLAMA, held_by(op, tiles), tokens)
     found = caught.value.diagnostics[0]
-    assert (found.code, found.span.line) == ("MK242", held_by.__code__.co_firstlineno + 1)
+    assert (found.code, found.span.line) == ("MK243", held_by.__code__.co_firstlineno + 1)
     assert f"{op!r} cannot hold {tiles} tiles in registers: {why}" in found.message and mend in found.mend
 
 

@@ -190,9 +190,10 @@ def barriers(tools: Sequence[str], out: Path, options: Sequence[str]) -> list[di
 
 
 def build(cases: Sequence[str]) -> None:
-    """All cubins, side by side."""
+    """All cubins, side by side; a kernel takes one schedule at a time, so that compiling is not."""
+    sources = [compiled(case).source for case in cases]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda case: build_cubin(compiled(case).source, DEFAULT_ARCH, [include()], {}), cases))
+        list(pool.map(lambda source: build_cubin(source, DEFAULT_ARCH, [include()], {}), sources))
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ constexpr u32 kBatch = 3;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
 using LoaderRing = mk::Ring<13, 16384>;  // weights
-using QkvProjTiles = mk::Tiles<18, 1>;
-using OProjTiles = mk::Tiles<18, 1>;
-using GateUpProjTiles = mk::Tiles<18, 1>;
-using DownProjTiles = mk::Tiles<24, 2>;
-using LmHeadTiles = mk::Tiles<18, 1>;
+using QkvProjTiles = mk::Tiles<18, 1, 1>;
+using OProjTiles = mk::Tiles<18, 1, 1>;
+using GateUpProjTiles = mk::Tiles<18, 1, 1>;
+using DownProjTiles = mk::Tiles<24, 2, 1>;
+using LmHeadTiles = mk::Tiles<18, 1, 1>;
 using AttentionTiling = mk::AttentionTiling<64, Block>;
 
 }  // namespace
@@ -80,6 +80,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   // lm_head: 49152 x 576  [llama.py:36]
   tape.vector(5, s.lm_head_norm, evict_first);
   tape.matrix<kBatch>(5, s.lm_head, evict_first);
+  // tape: the loads of all ops in turn  [llama.py:10]
   tape.play(0, layer_begin);
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
@@ -166,7 +167,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: add the splits  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_merge<mk::Tagged, AttentionTiling>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
+      mk::run_merge<mk::Tagged, AttentionTiling, 1>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
       mk::publish<mk::Tagged>(block, 15, s.attention_exchange, epoch * layers + layer, staged);
       if (block.warp() == 0) mk::stamp(cx, buffers, 4, u32(s.step.stamps), layers);
     }

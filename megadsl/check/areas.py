@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megadsl.check.model import Device, Matrix, Step, prologue_gathers
+from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Instr
 from megadsl.lower.memory import row_parts
-from megadsl.lower.operands import vectors
+from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.shape import ident
 from megadsl.types import ceil_div
 
@@ -129,7 +129,7 @@ class Stream:
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
-        groups = self.owned(m.groups // m.fold, m.share_offset) * m.fold
+        groups = self._share(str(step.instr.args["own"])) * m.fold
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
             size = groups // m.fold * self.device.tokens * UNIT_BYTES
@@ -137,27 +137,36 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         op, m, batch = step.instr.op, self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        own = self.owned(m.groups // m.fold, m.share_offset) * m.fold
-        half = batch * self.device.warps * self.device.tokens * 8 * 4
-        firsts = list(range(0, max(own, 1), batch))[:MOST_PASSES]
-        for turn, first in enumerate(firsts):
-            for chunk in range(m.chunks):
-                if m.chunks > 1 or first == 0:
-                    if chunk or first:
-                        yield from self._meet(step.instr, "refill")
-                    yield from self._prologue(step, m, chunk)
-                    yield from self._lasts(step, m, half, True)
-                    yield from self._meet(step.instr, "gathered")
-                    yield from self._scales(step, m, half)
+        half = self._half()
+        turn = 0
+        for part, begin, end in self.device.parts(op)[self.block]:
+            own = end - begin
+            for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
+                for chunk in range(part * m.chunks, (part + 1) * m.chunks):
+                    if m.chunks > 1 or first == 0:
+                        if chunk > part * m.chunks:
+                            yield from self._meet(step.instr, "refill")
+                        yield from self._prologue(step, m, chunk)
+                        yield from self._meet(step.instr, "gathered")
+                        yield from self._lasts(step, m, False)
+                        yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
+                    if own:
+                        yield self._activations(step, m, chunk, 0, False)
+                        own_sums = chunk > part * m.chunks  # each thread adds to its own
+                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
+                yield from self._meet(step.instr, "partials")
+                if turn == 0:
+                    yield from (self._scalars(step, i, False) for i in range(self._scaled(op)))
                 if own:
-                    yield self._activations(step, m, chunk, 0, False)
-                    yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=chunk > 0)
-            yield from self._meet(step.instr, "partials")
-            if first == 0:
-                yield from (self._scalars(step, i, False) for i in range(self._scaled(step.instr.op)))
-            if own:
-                yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
-                yield from self._epilogue(step, own // m.fold)
+                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
+                    if not step.instr.args["parts"]:
+                        yield from self._epilogue(step, own // m.fold)
+                turn += 1
+        yield from self._meet(step.instr, "end")
+
+    def _add_parts(self, step: Step) -> Iterator[Event]:
+        if own := self._share(str(self.device.op(step.instr.op).out)):
+            yield from self._epilogue(step, own)
         yield from self._meet(step.instr, "end")
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
@@ -168,16 +177,16 @@ class Stream:
         factored = self.device.op(op).factored
         return 0 if factored is None else len(reductions(factored.scale))
 
-    def _lasts(self, step: Step, m: Matrix, half: int, write: bool) -> Iterator[Event]:
-        """Where last elements travel apart, they wait in the second batch's place."""
-        gather = prologue_gathers(step.instr)[0]
-        if self._scaled(step.instr.op) and gather.args["wire"] == "Tagged":
-            size = ceil_div(m.columns, 8) * self.device.tokens * 2
-            yield Access("partials", self.words[2] + half, size, write, step, ("lasts", step.instr.op, step.layer))
+    def _half(self) -> int:
+        """Bytes of one batch's partial sums."""
+        return self.device.plan.tunables.batch * self.device.warps * self.device.tokens * 8 * 4
 
-    def _scales(self, step: Step, m: Matrix, half: int) -> Iterator[Event]:
-        yield from self._lasts(step, m, half, False)
-        yield from (self._scalars(step, i, True) for i in range(self._scaled(step.instr.op)))
+    def _lasts(self, step: Step, m: Matrix, write: bool) -> Iterator[Event]:
+        """Where last elements travel apart, they wait in the second batch's place."""
+        op = self.device.op(step.instr.op)
+        if self._scaled(op.name) and self.device.exchanges[prologue_values(op)[0][1].value].wire == "Tagged":
+            size = ceil_div(m.columns, 8) * self.device.tokens * 2
+            yield Access("partials", self.words[2] + self._half(), size, write, step, ("lasts", op.name, step.layer))
 
     def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
         size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
@@ -191,6 +200,7 @@ class Stream:
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
+                yield from self._lasts(at, m, True)
                 if self._scaled(step.instr.op):
                     yield from self._copies(at)
             elif inner.call == "sync":

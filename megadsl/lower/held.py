@@ -11,14 +11,14 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups
+from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
 
-NOT_HELD = declare("MK242", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
+NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
 
 KERNEL_REGISTERS = 160
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
@@ -27,7 +27,7 @@ REGISTER_UNIT = 8  # registers are given to a thread in eights
 
 
 def hold_tiles(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> Schedule:
-    """``schedule`` with a number for every op. MK242, at the line of ``overrides``, for what the user asks and no block can do."""
+    """``schedule`` with a number for every op. MK243, at the line of ``overrides``, for what the user asks and no block can do."""
     asked = overrides or Overrides(schedule.arch, ())
     chosen = []
     with collecting() as found:
@@ -81,7 +81,9 @@ def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:
     before = graph.ops[index - 1]
     if op.loop is not None and before.loop != op.loop:
         before = [o for o in graph.ops if o.loop == op.loop][-1]
-    return own_groups(before, schedule) * tiling(before).group_bytes if isinstance(before, Linear) else 0
+    if not isinstance(before, Linear):
+        return 0
+    return own_part_groups(before, schedule) * tiling(before).group_bytes // schedule.op(before.name).ways
 
 
 def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: int, asked: Overrides, found: Collector) -> None:
@@ -95,7 +97,9 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
         return
     pieces, chunk = tiling(op).pieces, chunk_pieces(op, graph, schedule)
     most = _most(graph, schedule, op, _spare(schedule, machine, MIN_REGISTERS))
-    if chunk != pieces:
+    if schedule.op(op.name).ways > 1:
+        refuse("its columns are split", "use registers=0, or .columns(ways=1)")
+    elif chunk != pieces:
         refuse(f"its input comes in {pieces // chunk} chunks", f"use registers=0, or .split(chunk={pieces}) where shared memory allows it")
     elif tiles > most:
         each = tile_registers(op, schedule.consumer.warps)

@@ -269,11 +269,29 @@ def role_without_warps(s: ScheduleBlock) -> None:
 
 def held_rows(s: ScheduleBlock) -> None:
     s["attention"].prefetch(registers=2)
-    # MK242 `s["attention"].prefetch(` | it streams no weights of its own | hold tiles of the linears
+    # MK243 `s["attention"].prefetch(` | it streams no weights of its own | hold tiles of the linears
     # mend: "attention" => "o_proj"
 
 
 def more_held_than_a_batch(s: ScheduleBlock) -> None:
     s["o_proj"].prefetch(registers=9)
-    # MK242 `s["o_proj"].prefetch(` | a tile takes 4 registers of a thread, a batch of row groups has 3 | use at most 3
+    # MK243 `s["o_proj"].prefetch(` | a tile takes 4 registers of a thread, a batch of row groups has 3 | use at most 3
     # mend: registers=9 => registers=«at most (\d+)»
+
+
+def parts_of_one_tile(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=2)
+    # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
+    # mend: ways=2 => ways=«1»
+
+
+def parts_behind_a_norm(s: ScheduleBlock) -> None:
+    s["qkv_proj"].columns(ways=2)
+    # MK242 `s["qkv_proj"].columns(` | in 2 parts: its prologue must see whole rows | split a linear without a norm in front
+    # mend: ways=2 => ways=1
+
+
+def no_parts(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=0)
+    # MK150 `s["o_proj"].columns(` | columns ways = 0 is not an integer of at least 1 | give a whole number
+    # mend: ways=0 => ways=1
