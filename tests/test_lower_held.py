@@ -84,7 +84,7 @@ def held_by(name: str, tiles: int) -> Callable[[ScheduleBlock], Any]:
         ("o_proj", 3, 1, "a row group has 2 tiles, which are multiplied in pairs", "use registers=2"),
         ("o_proj", 8, 1, "a tile takes 16 registers of a thread, a batch of row groups has 6", "use at most 6"),
         ("down_proj", 8, 1, "a tile takes 16 registers of a thread", "use at most 6"),
-        ("down_proj", 2, 16, "its input comes in 4 chunks", "use registers=0, or .split(chunk=8)"),
+        ("down_proj", 2, 16, "its columns are split", "use registers=0, or .columns(ways=1)"),
     ],
 )
 def test_what_cannot_be_held(op: str, tiles: int, tokens: int, why: str, mend: str) -> None:
@@ -128,3 +128,13 @@ def test_instructions_say_whether_all_blocks_have_them() -> None:
     assert taken(model(LLAMA).plan) == {"o_proj": (True, True), "gate_up_proj": (True, False)}
     few = plan("llama-tiny", lambda s: [s[op].prefetch(registers=2) for op in ("o_proj", "lm_head")] and None, blocks=17)
     assert taken(few)["o_proj"] == (False, True) and taken(few)["lm_head"] == (True, False)
+
+
+def test_chunks_are_not_held() -> None:
+    def decide(s: ScheduleBlock) -> None:
+        s["down_proj"].split(chunk=4).prefetch(registers=2)
+
+    with pytest.raises(MegadslError) as caught:
+        plan(LLAMA, decide)
+    found = caught.value.diagnostics[0]
+    assert found.code == "MK243" and "its input comes in 2 chunks" in found.message and "registers=0, or .split(chunk=8)" in found.mend
