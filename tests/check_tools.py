@@ -23,14 +23,13 @@ Decide = Callable[[ScheduleBlock], None]
 
 
 def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Mapping[str, Any] | None = None, **options: Any) -> Plan:
-    """The plan of a model, or of ``file.py:function`` with ``fields``, under what ``decide`` says; the kernel keeps no decision."""
-    kernel, values = load(name)
+    """The plan of a model, or of ``file.py:function`` with ``fields``, under what ``decide`` says in place of its own schedule."""
+    found, values = load(name)
+    kernel = mk.kernel(found.function)  # the model's own keeps its schedule
     with mk.schedule(kernel, arch=GPU.arch) as s:
         if decide is not None:
             decide(s)
     overrides = kernel.overrides_for(GPU.arch)
-    with mk.schedule(kernel, arch=GPU.arch):
-        pass
     return lower(kernel.trace({**values, **(fields or {})}, tokens=tokens), GPU, overrides=overrides, **options).plan
 
 

@@ -18,7 +18,7 @@ from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject
-from tests.kernels import MAX_KV, compiled
+from tests.kernels import MAX_KV
 
 SM90 = machine("sm_90a")
 
@@ -53,7 +53,7 @@ def test_arguments_about_plans_name_mutants_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
-    made = compiled("llama-tiny", tokens=1, blocks=3)
+    made = compile_model("llama-tiny", blocks=3, max_kv=MAX_KV)  # with its comments, which say what is whose
     return MutableSubject(Subject(made.manifest, made.source), tuple(range(1, 11)))()
 
 

@@ -35,9 +35,10 @@ MAX_KV = 64
 def compiled(model: str, sync: str, blocks: int | None) -> Compiled:
     """The model under one kind of sync ("" for its own schedule), proved."""
     kernel, config = load(model)
-    with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
-        if sync:
-            ops = compile_model(kernel, config=config, check=False).graph.ops
+    if sync:
+        kernel = mk.kernel(kernel.function)
+        ops = compile_model(kernel, config=config, check=False).graph.ops
+        with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
             for op in ops:
                 if op.out is not None:
                     s[op.name].sync(SYNCS[sync])

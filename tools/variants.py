@@ -73,8 +73,9 @@ def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
 
 
 def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:
-    """The model with the variant's overrides."""
-    kernel, config = load(model, None)
+    """The model under the variant's schedule, in place of its own."""
+    found, config = load(model, None)
+    kernel = mk.kernel(found.function)
     graph = compile_model(model, tokens=tokens).graph
     with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
         for knob, value in knobs.items():
