@@ -22,22 +22,17 @@ MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code f
 
 @dataclass
 class Builder:
-    """Numbers sites and stamps while the programs are built, in program order: ids are stable for a given plan."""
+    """Numbers sites while the programs are built, in program order: ids are stable for a given plan."""
 
     graph: Graph
     schedule: Schedule
     exchanges: tuple[Exchange, ...]
     chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
     sites: list[Site] = field(default_factory=list)
-    stamps: list[str] = field(default_factory=list)
 
     def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
         self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
         return len(self.sites) - 1
-
-    def stamp(self, op: str, what: str, span: Span) -> Instr:
-        self.stamps.append(f"{op}.{what}")
-        return Instr(Verb.STAMP, "stamp", op, span, args={"index": len(self.stamps) - 1})
 
     def exchange(self, name: str) -> Exchange:
         return next(e for e in self.exchanges if e.name == name)
@@ -182,7 +177,6 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),), syncs=("end",))
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
@@ -222,7 +216,6 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         yield from _keep(builder, op, op.out)
     if op.sink == "argmax":
         yield _argmax(builder, op, role)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
@@ -241,7 +234,6 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
         yield from _rows(op)
     for _ in vectors(op):
         yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
-    yield builder.stamp(op.name, "ready", op.span)
 
 
 def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -305,7 +297,6 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
-    yield builder.stamp(op.name, "parts", op.span)
 
 
 def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator[str]:
@@ -342,7 +333,6 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def instructions(items: Iterable[Item]) -> Iterator[Instr]:

@@ -283,8 +283,10 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
+    trace(block.cx, Event::kWait, ring_site, u);
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
+    trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
@@ -301,6 +303,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         const bool cached = stage < stages;
         const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
         const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
+        if (stage == 0 && cached) trace(block.cx, Event::kTile, ring_site, unit.begin);
         const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
 #pragma unroll 1
         for (u32 i = 0; active && i < count; ++i) {
@@ -317,17 +320,20 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         }
         if (cached) reader.release();
       }
+      trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
       if (active) {
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
       }
       block.sync();
+      trace(block.cx, Event::kParts, ring_site, u);
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     chaos(block.cx, Place::kSignal, u32(parts.flags), u);
     if (PartWire::kFlagged && block.thread == 0)
       ptx::st_release(exchange_round(block.buffers, parts, parts_sequence).flags + u * kFlagStride, parts_sequence);
+    trace(block.cx, Event::kEnd, ring_site, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
   // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what

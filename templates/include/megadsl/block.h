@@ -71,6 +71,7 @@ template <class Wire, class B>
 MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged) {
   if (lost_signal(site)) return;
   publish_share<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, B::kThreads, [&] { block.sync(); });
+  trace(block.cx, Event::kEnd, site);
 }
 
 // Keeps this block's share of a value beside publishing it: a later op of the same share adds to it without asking anybody.

@@ -153,6 +153,7 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i)
       if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
+    if (group == first && piece == 0) trace(block.cx, Event::kTile, site, tile);
     const smem_ptr<char> x = activations.template at<char>(piece * kTileBytes);
     if (kAlwaysAll || count == kTilesAtOnce) {
       multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, sums);
@@ -236,11 +237,14 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
     if (chunks > 1 || first == own.begin) {
       if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
+      trace(block.cx, Event::kWait, site, chunk);
       gather(chunk * kChunkColumns, kChunkColumns);
       block.sync();
+      trace(block.cx, Event::kReady, site, chunk);
       block.meeting(smem.meeting, false);
     }
     consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, smem.meeting, last == own.end && chunk + 1 == chunks);
+    trace(block.cx, Event::kTaken, site, reader.taken.now());
     if (chunk + 1 == chunks) {
       if (first == own.begin) scale.settle();
       block.sync();
