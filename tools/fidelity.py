@@ -22,10 +22,12 @@ from megadsl.machine import machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, ReferenceModel, gate
 from megadsl.runtime.generate import Generator
-from megadsl.runtime.stamps import read_stamps, render, stage_times
+from megadsl.runtime.program import TRACE
 from megadsl.runtime.weights import TensorSource, needed, random_weights
+from megadsl.trace.write import write_timeline
 
 FORCED_TOKENS = 32
+TURNS = 4
 
 
 class Subject:
@@ -102,13 +104,22 @@ def measure(subject: Subject, tokens: int, kv: int, replays: int) -> dict[str, A
     }  # fmt: skip
 
 
-def stamp_table(model: str, tokens: int, kv: int, max_kv: int) -> str:
-    """Where the time of one step goes, from a build with stamps."""
-    subject = Subject(model, tokens, max_kv, {"defines": {"MK_STAMPS": "1"}})
-    subject.fill(kv)
-    subject.replay(tokens, kv, 20)
-    manifest = subject.compiled.manifest
-    return render(stage_times(manifest, read_stamps(manifest, subject.generator.program.buffers["stamps"])))
+def trace(model: str, tokens: int, kv: int, max_kv: int, replays: int, out: Path) -> dict[str, Any]:
+    """The timeline of one step into ``out``, and what recording it costs: builds with and without it take turns, on the same inputs."""
+    subjects = [Subject(model, tokens, max_kv, {"defines": defines}) for defines in ({}, {TRACE: "1"})]
+    times: list[list[float]] = [[], []]
+    for subject in subjects:
+        subject.fill(kv)
+    for _ in range(TURNS):
+        for mine, subject in zip(times, subjects, strict=True):
+            mine += subject.replay(tokens, kv, max(1, replays // TURNS))[0]
+    plain, traced = (subject.generator.program for subject in subjects)
+    summary = write_timeline(subjects[1].compiled.manifest, traced.buffers["trace"].cpu().numpy(), out)
+    print((out / "table.txt").read_text())
+    ms, ms_traced = (statistics.median(mine) for mine in times)
+    same = torch.equal(plain.logits.view(torch.int32), traced.logits.view(torch.int32))
+    print(f"without the timeline {ms:.4f} ms, with it {ms_traced:.4f} ms ({ms_traced / ms - 1:+.2%}); same bits: {same}; lost: {summary.lost}")
+    return {"tokens": tokens, "kv": kv, "ms": ms, "ms_traced": ms_traced, "same_bits": same, "lost": summary.lost, "clocks": dict(summary.clocks)}
 
 
 def main() -> None:
@@ -118,7 +129,7 @@ def main() -> None:
     parser.add_argument("--kv", type=int, nargs="+", default=[512])
     parser.add_argument("--replays", type=int, default=200)
     parser.add_argument("--max-kv", type=int, default=2048)
-    parser.add_argument("--stamps", action="store_true", help="also print where a step of the first combination spends its time")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="also write the timeline of the first combination, and what it costs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -137,11 +148,12 @@ def main() -> None:
             )
         del subject
         torch.cuda.empty_cache()
-    if args.stamps:
-        print(stamp_table(args.model, args.tokens[0], args.kv[0], args.max_kv))
+    found: dict[str, Any] = {"model": args.model, "device": torch.cuda.get_device_name(), "rows": rows}
+    if args.trace:
+        found["trace"] = trace(args.model, args.tokens[0], args.kv[0], args.max_kv, args.replays, args.trace)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"model": args.model, "device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megadsl.cli.device import Device, resolve
 from megadsl.cli.options import Blocks, Config, MaxKv, Model, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
 
 EMULATED_BLOCKS = 2  # more blocks only make the emulator slower
-
-
-class Device(StrEnum):
-    """Where the kernel runs: on the GPU, or in the emulator."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 def command(
@@ -46,7 +38,7 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.runtime.generate import Generator
 
-    chosen = _resolve(device)
+    chosen = resolve(device)
     if chosen is Device.CPU and blocks is None:
         blocks = EMULATED_BLOCKS
     compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks)
@@ -58,11 +50,3 @@ def command(
     typer.echo(prompt + result.text)
     where = "on the GPU" if chosen is Device.CUDA else "in the emulator"
     typer.echo(f"{len(result.ids)} tokens {where}, {result.ms_per_token:.3g} ms per token", err=True)
-
-
-def _resolve(device: Device) -> Device:
-    from megadsl.build.gpus import gpus
-
-    if device is not Device.AUTO:
-        return device
-    return Device.CUDA if any(gpu.runs(DEFAULT_ARCH) for gpu in gpus()) else Device.CPU

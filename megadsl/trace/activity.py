@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,11 +74,12 @@ class Loads:
 
 @dataclass(frozen=True)
 class Activity:
-    """A block: its executions in order and its loaders."""
+    """A block: its executions in order, its loaders, and when none of them has anything in flight."""
 
     block: Block
     executions: tuple[Execution, ...]
     loads: tuple[Loads, ...]
+    idle: tuple[Interval, ...]
 
 
 def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
@@ -91,12 +91,12 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
     for block in timeline.blocks:
         loads = tuple(_loads(timeline.layout, block, role, names, share) for role in timeline.loaders())
         executions = tuple(_executions(block, block.roles[timeline.consumer()], names))
-        idle = loads[0].idle
+        idle = loads[0].idle if loads else ()
         for other in loads[1:]:
             idle = tuple(_common(idle, other.idle))
         for run in executions:
             run.exposed = sum(end - begin for begin, end in _common(run.waits, idle))
-        found.append(Activity(block, executions, loads))
+        found.append(Activity(block, executions, loads, idle))
     return found
 
 
@@ -153,10 +153,10 @@ def _idle(block: Block, issues: Records, stalls: Sequence[Stall], share: float) 
     yield block.begin, float(times[0])
     landing = in_flight_bytes(issues) / share
     for stall in stalls:
-        if stall.event is Event.WINDOW:
-            continue
         last = int(np.searchsorted(times, stall.begin, side="right")) - 1
-        lands = float(times[last] + landing[last]) if last >= 0 else stall.begin
+        if stall.event is Event.WINDOW or last < 0:  # what comes before the first copy is idle already
+            continue
+        lands = float(times[last] + landing[last])
         if max(stall.begin, lands) < stall.end:
             yield max(stall.begin, lands), stall.end
     yield min(block.end, float(times[-1] + landing[-1])), block.end
@@ -194,8 +194,3 @@ def _common(a: Sequence[Interval], b: Sequence[Interval]) -> Iterator[Interval]:
             i += 1
         else:
             j += 1
-
-
-def in_order(executions: Sequence[Execution]) -> bool:
-    """Whether executions follow each other without overlap."""
-    return all(a.end <= b.began and a.end == b.previous for a, b in pairwise(executions))

@@ -14,7 +14,7 @@ from megadsl.trace.records import Event, Timeline
 
 Json = dict[str, Any]
 
-INSIDE_US = 5e-4  # an arrow's ends lie this far inside their slices, where the viewer looks for them
+INSIDE_US = 1e-3  # an arrow's ends lie this far inside their slices, where the viewer looks for them
 STALLS = {Event.WINDOW: "window", Event.FULL: "ring full", Event.GATE: "gate"}
 
 
@@ -53,18 +53,25 @@ def _names(timeline: Timeline, activity: Activity) -> Iterator[Json]:
 
 
 def _slice(track: Json, name: str, category: str, begin: float, end: float, args: Mapping[str, object]) -> Json:
-    return {"ph": "X", "name": name, "cat": category, **track, "ts": begin, "dur": max(0.0, end - begin), "args": dict(args)}
+    ts = _ns(begin)
+    return {"ph": "X", "name": name, "cat": category, **track, "ts": ts, "dur": max(0.0, _ns(_ns(end) - ts)), "args": dict(args)}
+
+
+def _ns(us: float) -> float:
+    """Whole nanoseconds, as us: what the viewer keeps, so that slices which touch do not overlap by a rounding."""
+    return round(us, 3)
 
 
 def _execution(timeline: Timeline, activity: Activity, run: Execution) -> Iterator[Json]:
     track = _track(timeline, activity, timeline.consumer())
-    figures = {"layer": run.layer, "gap us": run.gap, "wait us": run.wait, "exposed us": run.exposed, "work us": run.work}
+    parts = {"gap us": run.gap, "wait us": run.wait, "exposed us": run.exposed, "work us": run.work}
+    figures = {"layer": run.layer, **{name: _ns(us) for name, us in parts.items()}}
     yield _slice(track, run.phase, "op", run.began, run.end, figures)
     inner = [("wait", begin, end) for begin, end in run.waits] + [("tiles", begin, end) for begin, end, _ in run.tiles]
     for name, begin, end in sorted(inner, key=lambda i: i[1:]):
         yield _slice(track, name, name, begin, min(end, run.end), {"layer": run.layer})
     if run.parts is not None:
-        yield {"ph": "i", "s": "t", "name": "parts", **track, "ts": run.parts, "args": {"layer": run.layer}}
+        yield {"ph": "i", "s": "t", "name": "parts", **track, "ts": _ns(run.parts), "args": {"layer": run.layer}}
 
 
 def _loads(timeline: Timeline, activity: Activity, loads: Loads) -> Iterator[Json]:
@@ -74,7 +81,7 @@ def _loads(timeline: Timeline, activity: Activity, loads: Loads) -> Iterator[Jso
     done: list[tuple[str, int, float, float, Json]] = [(s.phase, s.layer, s.begin, s.end, _stall(track, s.event, s)) for s in loads.stalls]
     for phase, layer, time, tile, size in zip(loads.phases, issues.layers, issues.times, issues.values, issues.bytes, strict=True):
         args = {"op": phase, "layer": int(layer), "tile": int(tile), "bytes": int(size)}
-        instant = {"ph": "i", "s": "t", "name": "load", "cat": "load", **track, "ts": float(time), "args": args}
+        instant = {"ph": "i", "s": "t", "name": "load", "cat": "load", **track, "ts": _ns(float(time)), "args": args}
         done.append((phase, int(layer), float(time), float(time), instant))
     done.sort(key=lambda d: (d[3], d[2]))
     for (phase, layer), group in groupby(done, key=lambda d: d[:2]):
@@ -92,10 +99,10 @@ def _counters(timeline: Timeline, activity: Activity, loads: Loads) -> Iterator[
     pid = activity.block.number
     feeds = feeding(timeline, loads.role)
     for time, stages in occupancy(activity, loads, feeds):
-        yield {"ph": "C", "name": f"ring of {loads.role}, stages", "pid": pid, "ts": time, "args": {"stages": round(stages, 2)}}
+        yield {"ph": "C", "name": f"ring of {loads.role}, stages", "pid": pid, "ts": _ns(time), "args": {"stages": round(stages, 2)}}
     flight = [(float(t), float(b)) for t, b in zip(loads.issues.times, in_flight_bytes(loads.issues), strict=True)]
     for time, size in sorted([*flight, *((begin, 0.0) for begin, _ in loads.idle)]):
-        yield {"ph": "C", "name": f"in flight of {loads.role}, bytes", "pid": pid, "ts": time, "args": {"bytes": size}}
+        yield {"ph": "C", "name": f"in flight of {loads.role}, bytes", "pid": pid, "ts": _ns(time), "args": {"bytes": size}}
 
 
 def feeding(timeline: Timeline, role: str) -> frozenset[str]:
@@ -120,10 +127,15 @@ def _arrows(timeline: Timeline, found: Iterable[Handoff], some: Sequence[Activit
         at = int(before[-1])
         source, run = by_number[int(sources.blocks[at])], sources.executions[at]
         last = int(sources.blocks[np.searchsorted(sources.ends, ready, side="right") - 1])
-        ends = ((source, run.end, run.end - run.began, "s"), (handoff.activity, ready, handoff.waiter.wait, "f"))
-        for activity, time, room, kind in ends:
+        leaves = _inside(run.began, run.end)
+        for activity, time, kind in ((source, leaves, "s"), (handoff.activity, max(leaves, _inside(*handoff.waiter.waits[0])), "f")):
             track = _track(timeline, activity, timeline.consumer())
-            arrow = {"ph": kind, "id": count, "name": handoff.value, "cat": "handoff", **track, "ts": time - min(INSIDE_US, room / 2)}
+            arrow = {"ph": kind, "id": count, "name": handoff.value, "cat": "handoff", **track, "ts": time}
             args = {"round": handoff.round, "last of all": f"block {last}"}
             yield {**arrow, **({"bp": "e"} if kind == "f" else {}), "args": args}
         count += 1
+
+
+def _inside(begin: float, end: float) -> float:
+    """Just before the end of a slice, unless it is too short for that."""
+    return _ns(_ns(end) - INSIDE_US) if end - begin > 2 * INSIDE_US else _ns(end)

@@ -7,8 +7,11 @@ from html import escape
 
 import numpy as np
 
+from megadsl.diagnostics import declare, error
 from megadsl.trace.activity import Activity, Execution
 from megadsl.trace.records import Timeline
+
+NO_LAYER = declare("MK463", "there is no layer {layer} to draw", "choose one of the {layers} layers, counted from 0")
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 1200, 150, 20, 34, 64
 BAR = 16
@@ -38,9 +41,12 @@ class _Axis:
 
 
 def layer_picture(timeline: Timeline, activities: Sequence[Activity], activity: Activity, layer: int) -> str:
-    """The SVG of ``layer`` in the block of ``activity``. Whiskers behind a row's end: p10 to p90 of that end over all blocks."""
+    """The SVG of ``layer`` in the block of ``activity``. Whiskers behind a row's end: p10 to p90 of that end over all blocks. MK463 when the
+    timeline has no such layer."""
     looped = {p["name"] for p in timeline.layout["phases"] if p["looped"]} or {p["name"] for p in timeline.layout["phases"]}
     runs = [r for r in activity.executions if r.phase in looped and r.layer == layer]
+    if not runs:
+        raise error(NO_LAYER, layer=layer, layers=len({r.layer for r in activity.executions if r.phase in looped}))
     issues = {r.phase: _issues(activity, r) for r in runs}
     first = min([r.previous for r in runs] + [t for times in issues.values() for t in times])
     axis = _Axis(first, max(r.end for r in runs))
@@ -54,7 +60,7 @@ def layer_picture(timeline: Timeline, activities: Sequence[Activity], activity: 
     ]
     for row, run in enumerate(runs):
         ends = [r.end for a in activities for r in a.executions if (r.phase, r.layer) == (run.phase, layer)]
-        lines += _row(axis, TOP + ROW * row, run, issues[run.phase], np.quantile(ends, (0.1, 0.9)).tolist(), _idle(activity))
+        lines += _row(axis, TOP + ROW * row, run, issues[run.phase], np.quantile(ends, (0.1, 0.9)).tolist(), activity.idle)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -65,10 +71,6 @@ def _issues(activity: Activity, run: Execution) -> list[float]:
         for t, phase, layer in zip(loads.issues.times, loads.phases, loads.issues.layers, strict=True)
         if (phase, int(layer)) == (run.phase, run.layer)
     ]
-
-
-def _idle(activity: Activity) -> list[tuple[float, float]]:
-    return list(activity.loads[0].idle) if len(activity.loads) == 1 else []
 
 
 def _legend() -> Iterator[str]:
