@@ -93,7 +93,12 @@ def test_arrows_lead_from_signals_to_waits(written: Path) -> None:
 
     readers = {"x": {"qkv_proj", "lm_head"}, "qkv_proj": {"attention"}, "attention.parts": {"attention.merge"}, "attention": {"o_proj"}}
     readers |= {"o_proj": {"gate_up_proj"}, "gate_up_proj": {"down_proj"}, "lm_head.best": {"lm_head.argmax"}}
-    writers = {"x": {"embed_tokens", "down_proj"}, "attention.parts": {"attention"}, "attention": {"attention.merge"}, "lm_head.best": {"lm_head"}}
+    writers = {
+        "x": {"embed_tokens", "down_proj"},
+        "attention.parts": {"attention"},
+        "attention": {"attention.merge"},
+        "lm_head.best": {"lm_head"},
+    }
     assert {s["name"] for s in starts.values()} == readers.keys()
     for number, start in starts.items():
         assert around(start, "op") & writers.get(start["name"], {start["name"]})
@@ -152,7 +157,9 @@ def test_executions_fill_each_block(bench: Bench) -> None:
         timeline, found = traced(bench, seed)
         for activity in found:
             runs = activity.executions
-            assert [r.phase for r in runs if r.phase != "attention"] == [p for p in (PHASES[0], *LOOPED * 2, *PHASES[-2:]) if p != "attention"]
+            assert [r.phase for r in runs if r.phase != "attention"] == [
+                p for p in (PHASES[0], *LOOPED * 2, *PHASES[-2:]) if p != "attention"
+            ]
             assert all(a.end == b.previous and a.end <= b.began for a, b in pairwise(runs))
             assert runs[0].previous == activity.block.begin and runs[-1].end <= activity.block.end
             for run in runs:

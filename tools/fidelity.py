@@ -118,8 +118,18 @@ def trace(model: str, tokens: int, kv: int, max_kv: int, replays: int, out: Path
     print((out / "table.txt").read_text())
     ms, ms_traced = (statistics.median(mine) for mine in times)
     same = torch.equal(plain.logits.view(torch.int32), traced.logits.view(torch.int32))
-    print(f"without the timeline {ms:.4f} ms, with it {ms_traced:.4f} ms ({ms_traced / ms - 1:+.2%}); same bits: {same}; lost: {summary.lost}")
-    return {"tokens": tokens, "kv": kv, "ms": ms, "ms_traced": ms_traced, "same_bits": same, "lost": summary.lost, "clocks": dict(summary.clocks)}
+    print(
+        f"without the timeline {ms:.4f} ms, with it {ms_traced:.4f} ms ({ms_traced / ms - 1:+.2%}); same bits: {same}; lost: {summary.lost}"
+    )
+    return {
+        "tokens": tokens,
+        "kv": kv,
+        "ms": ms,
+        "ms_traced": ms_traced,
+        "same_bits": same,
+        "lost": summary.lost,
+        "clocks": dict(summary.clocks),
+    }
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ def command(
     shown: Annotated[
         int, typer.Option("--shown", min=1, metavar="N", help="Blocks in trace.json, beside the one that works longest. Tables have all.")
     ] = 8,
-    layer: Annotated[int | None, typer.Option("--layer", min=0, metavar="N", help="The layer in layer.svg. Default: the middle one.")] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", min=0, metavar="N", help="The layer in layer.svg. Default: the middle one.")
+    ] = None,
     config: Config = None,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,

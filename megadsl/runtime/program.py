@@ -96,7 +96,10 @@ class Program:
         policy: int = 0,
         defines: Mapping[str, str] | None = None,
     ) -> None:
-        self.manifest = {**manifest, "buffers": {**manifest["buffers"], "trace": manifest["trace"]["bytes"] if TRACE in (defines or {}) else 0}}
+        self.manifest = {
+            **manifest,
+            "buffers": {**manifest["buffers"], "trace": manifest["trace"]["bytes"] if TRACE in (defines or {}) else 0},
+        }
         self.device = resolve_device(device, manifest["arch"])
         self.seed, self.policy = seed, policy
         self.mutant: Mutant | None = None

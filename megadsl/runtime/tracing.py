@@ -16,7 +16,9 @@ from megadsl.runtime.program import TRACE, Program, resolve_device
 from megadsl.runtime.weights import random_weights
 
 TRACE_ROWS = declare(
-    "MK462", "{rows} cached rows and {tokens} new tokens do not fit a KV cache of {max_kv} rows", "give a smaller --kv, or a larger --max-kv"
+    "MK462",
+    "{rows} cached rows and {tokens} new tokens do not fit a KV cache of {max_kv} rows",
+    "give a smaller --kv, or a larger --max-kv",
 )
 
 
@@ -38,8 +40,10 @@ class Recording:
     logits: torch.Tensor
 
 
-def record(compiled: Compiled, device: str, *, tokens: int, rows: int, steps: int = 20, defines: Mapping[str, str] | None = None) -> Recording:
-    """Run the same step ``steps`` times, back to back, of ``tokens`` new tokens after ``rows`` cached ones, and keep the last one's timeline.
+def record(
+    compiled: Compiled, device: str, *, tokens: int, rows: int, steps: int = 20, defines: Mapping[str, str] | None = None
+) -> Recording:
+    """Run the same step ``steps`` times, back to back, of ``tokens`` new tokens after ``rows`` cached ones; the last one's timeline.
 
     ``device`` as Program's; the emulator takes one step. ``defines`` are further compile-time switches. Raises MK462, what Program
     raises, and MegakernelHang.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class Execution:
     layer: int
     previous: float
     began: float
-    end: float = 0.0
+    end: float
     waits: list[Interval] = field(default_factory=list)
     tiles: list[tuple[float, float, int]] = field(default_factory=list)
     parts: float | None = None
@@ -101,34 +102,40 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
 
 
 def _executions(block: Block, records: Records, names: Mapping[int, str]) -> Iterator[Execution]:
-    """A phase begins at its first record, unless its end is its only one: then where the phase before ended. A WAIT without a READY
-    is of a block that publishes and need not wait."""
-    now: Execution | None = None
-    end, tile, asked = block.begin, 0.0, 0.0
+    """Records of one phase and layer that follow each other are one execution."""
     own = records.of(*(e for e in Event if e is not Event.CLOCK))
-    for event, site, layer, time, value in zip(own.events, own.sites, own.layers, own.times, own.values, strict=True):
-        phase = names[int(site)]
-        if now is None or (now.phase, now.layer) != (phase, int(layer)):
-            if now is not None:
-                end = now.end = now.end or float(time)
-                yield now
-            now = Execution(phase, int(layer), end, end if event == Event.END else float(time))
-        match event:
+    keys = [(names[int(site)], int(layer)) for site, layer in zip(own.sites, own.layers, strict=True)]
+    firsts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+    end = block.begin
+    for first, last in pairwise([*firsts, len(keys)]):
+        after = float(own.times[last]) if last < len(keys) else block.end
+        run = _execution(*keys[first], end, after, own, range(first, last))
+        end = run.end
+        yield run
+
+
+def _execution(phase: str, layer: int, previous: float, after: float, own: Records, which: range) -> Execution:
+    """A phase begins at its first record, unless that is its end: then where the phase before ended. Without an end it lasts until
+    ``after``. A WAIT without a READY is of a block that publishes and need not wait."""
+    begins_blind = own.events[which[0]] == Event.END
+    run = Execution(phase, layer, previous, previous if begins_blind else float(own.times[which[0]]), after)
+    asked = tile = run.began
+    for i in which:
+        time = float(own.times[i])
+        match own.events[i]:
             case Event.WAIT:
-                asked = float(time)
+                asked = time
             case Event.READY:
-                now.waits.append((asked, float(time)))
+                run.waits.append((asked, time))
             case Event.TILE:
-                tile = float(time)
+                tile = time
             case Event.TAKEN:
-                now.tiles.append((max(tile, now.began), float(time), int(value)))
+                run.tiles.append((tile, time, int(own.values[i])))
             case Event.PARTS:
-                now.parts = float(time)
+                run.parts = time
             case Event.END:
-                now.end = float(time)
-    if now is not None:
-        now.end = now.end or block.end
-        yield now
+                run.end = time
+    return run
 
 
 def _loads(layout: Mapping[str, Any], block: Block, role: str, names: Mapping[int, str], share: float) -> Loads:

@@ -29,7 +29,7 @@ class Line:
     residual_ns: float  # the greatest distance of a pair from the line
 
     def us(self, cycles: Ints) -> Floats:
-        return (self.begin_ns + self.ns_per_cycle * (cycles - self.cycles)) / 1e3
+        return np.asarray((self.begin_ns + self.ns_per_cycle * (cycles - self.cycles)) / 1e3, np.float64)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Alignment:
 def unwrapped(low_words: npt.NDArray[np.uint32], near: int | None = None) -> Ints:
     """Cycles without their wraps at 2^32, which records in order of time allow: none is 2^31 cycles after the one before. The first
     is as near to ``near`` as it can be, so that two roles of one SM agree."""
-    steps = np.diff(low_words.astype(np.int64)) % WORD
-    first = int(low_words[0])
+    words = low_words.astype(np.int64)
+    steps = (words[1:] - words[:-1]) % WORD
+    first = int(words[0])
     if near is not None:
         first = near + ((first - near + WORD // 2) % WORD - WORD // 2)
     return first + np.concatenate([np.zeros(1, np.int64), np.cumsum(steps)])

@@ -43,7 +43,9 @@ def describe(plan: Plan) -> dict[str, Any]:
             own = name
             if instr.call == "argmax":
                 own = f"{name}.argmax"
-                phases.append({"name": own, "op": phase.op, "span": phase.span.short, "looped": looped, "sites": [instr.site], "loader": ""})
+                phases.append(
+                    {"name": own, "op": phase.op, "span": phase.span.short, "looped": looped, "sites": [instr.site], "loader": ""}
+                )
             if instr.call in _SIGNALS:
                 signals.append(_end(plan, instr, name, looped, *_SIGNALS[instr.call]))
             if instr.call in _WAITS:

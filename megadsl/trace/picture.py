@@ -41,8 +41,8 @@ class _Axis:
 
 
 def layer_picture(timeline: Timeline, activities: Sequence[Activity], activity: Activity, layer: int) -> str:
-    """The SVG of ``layer`` in the block of ``activity``. Whiskers behind a row's end: p10 to p90 of that end over all blocks. MK463 when the
-    timeline has no such layer."""
+    """The SVG of ``layer`` in the block of ``activity``. Whiskers behind a row's end: p10 to p90 of that end over all blocks.
+    MK463 when there is no such layer."""
     looped = {p["name"] for p in timeline.layout["phases"] if p["looped"]} or {p["name"] for p in timeline.layout["phases"]}
     runs = [r for r in activity.executions if r.phase in looped and r.layer == layer]
     if not runs:
@@ -88,7 +88,9 @@ def _grid(axis: _Axis, height: int) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{tick:g} us</text>'
 
 
-def _row(axis: _Axis, y: int, run: Execution, issues: Sequence[float], ends: Sequence[float], idle: Sequence[tuple[float, float]]) -> Iterator[str]:
+def _row(
+    axis: _Axis, y: int, run: Execution, issues: Sequence[float], ends: Sequence[float], idle: Sequence[tuple[float, float]]
+) -> Iterator[str]:
     yield f'<text x="{LEFT - 8}" y="{y + BAR - 3}" text-anchor="end">{escape(run.phase)}</text>'
     yield _bar(axis, y, run.previous, run.began, "gap")
     yield _bar(axis, y, run.began, run.end, "work")

@@ -36,12 +36,12 @@ class OpRow:
     span: str
     times: int
     blocks: int
+    share: float
     gap: Spread
     wait: Spread
     exposed: Spread
     first_tile: Spread
     work: Spread
-    share: float
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _op_rows(timeline: Timeline, activities: Sequence[Activity]) -> list[OpRow]:
             continue
         spreads = [Spread.of([float(np.mean([getattr(r, part) for r in mine])) for mine in runs]) for part in _PARTS]
         spent = sum(r.end - r.previous for mine in runs for r in mine)
-        found.append(OpRow(phase["name"], phase["span"], max(map(len, runs)), len(runs), *spreads, share=spent / (total or 1.0)))
+        found.append(OpRow(phase["name"], phase["span"], max(map(len, runs)), len(runs), spent / (total or 1.0), *spreads))
     return found
 
 
@@ -117,7 +117,12 @@ def _layer_rows(timeline: Timeline, activities: Sequence[Activity], bytes_per_us
             begins.setdefault(layer, []).append(run.began)
         if inside:
             behind.append(inside[-1].end)
-    edges = [0.0, *(float(np.median(begins[layer])) for layer in sorted(begins)), *([float(np.median(behind))] if behind else []), timeline.step_us]
+    edges = [
+        0.0,
+        *(float(np.median(begins[layer])) for layer in sorted(begins)),
+        *([float(np.median(behind))] if behind else []),
+        timeline.step_us,
+    ]
     names: list[int | None] = [None, *sorted(begins), *([None] if behind else [])]
     times = np.concatenate([load.issues.times for a in activities for load in a.loads])
     sizes = np.concatenate([load.issues.bytes for a in activities for load in a.loads])
@@ -156,7 +161,7 @@ def render(summary: Summary) -> str:
         "",
         f"clocks: shared timer ticks every {clocks['tick_ns']:.0f} ns, pairs lie within {clocks['residual_ns']:.1f} ns of their lines,"
         f" rates differ by {clocks['rate_spread']:.1e}; {clocks['pairs_per_block']:.0f} pairs a block",
-        f"hand-offs: {summary.handoff_us[0]:.3f} us at least, {summary.handoff_us[1]:.3f} us in the median, last publication to end of wait",
+        f"hand-offs: {summary.handoff_us[0]:.3f} us at least, {summary.handoff_us[1]:.3f} us in the median, from the last publication",
         f"records lost: {summary.lost}",
     ]
     return "\n".join(lines)

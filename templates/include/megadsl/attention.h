@@ -172,6 +172,7 @@ struct Softmax {
 // Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
 template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
+  trace(block.cx, Event::kWait, site, unit.split);
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
   const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
@@ -283,18 +284,15 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
-    trace(block.cx, Event::kWait, ring_site, u);
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
-    block.sync();
-    trace(block.cx, Event::kReady, ring_site, u);
+    block.sync(), trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
       const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
-      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16 + block.lane() / 4;
       const bool active = mine < classes;
-      const u32 row0 = (first_tile + tile) * 16 + block.lane() / 4;
       Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
       const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
@@ -320,13 +318,11 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         }
         if (cached) reader.release();
       }
-      trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
       if (active) {
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
       }
-      block.sync();
-      trace(block.cx, Event::kParts, ring_site, u);
+      trace(block.cx, Event::kTaken, ring_site, reader.taken.now()), block.sync(), trace(block.cx, Event::kParts, ring_site, u);
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored

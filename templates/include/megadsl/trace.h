@@ -33,7 +33,8 @@ struct TraceRing {
   u32 role, roles, warp;
 };
 
-// State of a thread; no code uses it without MK_TRACE. `first` is null where the thread leaves no records.
+// State of a thread; no code uses it without MK_TRACE. A thread that leaves no records has room for none: one comparison says both
+// whether it records and whether there is room.
 struct Trace {
   u32x4* first = nullptr;
   u32 records = 0, count = 0, began = 0;
@@ -53,9 +54,8 @@ struct TraceCount {
 
 namespace detail {
 
-MK_DEV void put(Trace& t, u32 clock, u32 y, u32 z, u32 w) {
-  if (t.count < t.records) ptx::st_global(t.first + 1 + t.count, u32x4{clock, y, z, w});
-  ++t.count;
+MK_DEV void put(const Trace& t, u32 clock, u32 y, u32 z, u32 w) {
+  ptx::st_global(t.first + 1 + t.count, u32x4{clock, y, z, w});
 }
 
 }  // namespace detail
@@ -65,8 +65,9 @@ template <class C>
 MK_DEV void trace([[maybe_unused]] const C& cx, [[maybe_unused]] Event event, [[maybe_unused]] u32 site, [[maybe_unused]] u32 value = 0,
                   [[maybe_unused]] u32 bytes = 0, [[maybe_unused]] u32 in_flight = 0) {
 #if defined(MK_TRACE)
-  if (cx.trace.first != nullptr)
-    detail::put(cx.trace, ptx::clock(), u32(event) | site << 4 | bytes / 16 << 16, cx.layer | in_flight << 16, value);
+  Trace& t = cx.trace;
+  if (t.count < t.records) detail::put(t, ptx::clock(), u32(event) | site << 4 | bytes / 16 << 16, cx.layer | in_flight << 16, value);
+  ++t.count;
 #endif
 }
 
@@ -80,9 +81,12 @@ MK_DEV void trace_begin([[maybe_unused]] const C& cx) {
 template <class C>
 MK_DEV void trace_waited([[maybe_unused]] const C& cx, [[maybe_unused]] Event event, [[maybe_unused]] u32 site) {
 #if defined(MK_TRACE)
-  const u32 now = ptx::clock(), cycles = now - cx.trace.began;
-  if (cx.trace.first != nullptr && cycles >= kShortWait) detail::put(cx.trace, now, u32(event) | site << 4, cx.layer, cycles);
-  cx.trace.began = now;
+  Trace& t = cx.trace;
+  const u32 now = ptx::clock(), cycles = now - t.began;
+  t.began = now;
+  if (cycles < kShortWait) return;
+  if (t.count < t.records) detail::put(t, now, u32(event) | site << 4, cx.layer, cycles);
+  ++t.count;
 #endif
 }
 
@@ -90,10 +94,13 @@ MK_DEV void trace_waited([[maybe_unused]] const C& cx, [[maybe_unused]] Event ev
 template <class C>
 MK_DEV void trace_clock([[maybe_unused]] const C& cx) {
 #if defined(MK_TRACE)
-  if (cx.trace.first == nullptr) return;
-  const u32 clock = ptx::clock();
-  const u64 time = ptx::globaltimer();
-  detail::put(cx.trace, clock, u32(Event::kClock), u32(time), u32(time >> 32));
+  Trace& t = cx.trace;
+  if (t.count < t.records) {
+    const u32 clock = ptx::clock();
+    const u64 time = ptx::globaltimer();
+    detail::put(t, clock, u32(Event::kClock), u32(time), u32(time >> 32));
+  }
+  ++t.count;
 #endif
 }
 
@@ -110,7 +117,7 @@ MK_DEV void trace_enter([[maybe_unused]] C& cx, [[maybe_unused]] u32x4* buffer, 
 template <class C>
 MK_DEV void trace_leave([[maybe_unused]] const C& cx, [[maybe_unused]] u32 epoch) {
 #if defined(MK_TRACE)
-  if (cx.trace.first == nullptr) return;
+  if (cx.trace.records == 0) return;
   trace_clock(cx);
   ptx::st_global(cx.trace.first, u32x4{cx.trace.count, ptx::sm_id(), epoch, cx.trace.records});
 #endif
