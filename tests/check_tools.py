@@ -68,6 +68,23 @@ def chunked(s: ScheduleBlock) -> None:
         s[op].split(chunk=1)
 
 
+PIECES = {"intermediate_size": 3000}  # of llama-tiny: a down projection of three tiles a row group
+
+
+def split(sync: Sync | None = None, **ways: int) -> Decide:
+    """Columns of linears in parts, with one kind of sync everywhere."""
+
+    def decide(s: ScheduleBlock) -> None:
+        if sync is not None:
+            every(sync)(s)
+        for op, count in ways.items():
+            s[op].columns(ways=count)
+            if sync is not None:
+                s.edge(op, op).sync(sync)
+
+    return decide
+
+
 def without(call: str, op: str | None = None) -> Callable[[Plan], Plan]:
     """Drops an instruction."""
     return lambda of: edited(of, lambda i: None if i.call == call and op in (None, i.op) else i)

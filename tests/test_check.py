@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_tools import chunked, every, gated, kv_loader, plan, prefetched, without
+from check_tools import PIECES, chunked, every, gated, kv_loader, plan, prefetched, split, without
 
 import megadsl as mk
 from megadsl import cli
@@ -46,6 +46,14 @@ def test_every_sync_holds(name: str, blocks: int | None, sync: mk.Tagged) -> Non
 @pytest.mark.parametrize(("name", "blocks"), [("llama-tiny", 1), ("llama-tiny-wide", 7), ("smollm2-135m", None), ("llama-3.2-1b", None)])
 def test_every_placement_holds(name: str, blocks: int | None, decide: object) -> None:
     assert check_plan(plan(name, decide, blocks=blocks)).findings == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("blocks", "tokens", "sync"), [(7, 1, mk.Sentinel(4)), (8, 16, mk.Flag(2)), (132, 16, mk.Tagged(2))], ids=str)
+@pytest.mark.parametrize("ways", [{"down_proj": 8}, {"down_proj": 4, "o_proj": 2}], ids=str)
+def test_split_columns_hold(ways: dict[str, int], blocks: int, tokens: int, sync: mk.Tagged) -> None:
+    """Blocks with one part, with two, with several; fewer blocks than parts; more than row groups."""
+    made = plan("llama-3.2-1b", split(sync, **ways), tokens, blocks=blocks, fields={"num_hidden_layers": 4, "hidden_size": 2048})
+    assert [str(found) for found in check_plan(made).findings] == []
 
 
 @pytest.mark.parametrize("name", ["separate", "flat", "branches"])
@@ -111,7 +119,8 @@ def test_more_layers_show_nothing_new() -> None:
 
 
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
-    "run_matrix": ("linear.h", 4, "matrix"),
+    "run_tiles": ("linear.h", 4, "matrix"),
+    "add_parts": ("parts.h", 1, "add_parts"),
     "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
@@ -135,7 +144,8 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
     flags = plan("llama-tiny", every(mk.Flag(2)), blocks=3)
     many = plan("llama-tiny", blocks=3, tokens=16, fields={"num_attention_heads": 16, "num_key_value_heads": 1})
     units = plan("llama-tiny", blocks=1)
-    made = (flags, many, units, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
+    parts = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
+    made = (flags, many, units, parts, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
     listed: dict[str, set[str]] = {}
     for one in made:
         for i in instructions(one.program("consumer").body):

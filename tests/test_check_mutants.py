@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import area, arguments, every, gated, plan, unmet, without
+from check_tools import PIECES, area, arguments, every, gated, plan, split, unmet, without
 from lower_tools import GPU
 
 import megadsl as mk
@@ -20,6 +20,7 @@ from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_wor
 from megadsl.check.model import Device
 from megadsl.check.report import Findings
 from megadsl.diagnostics import CATALOGUE
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Instr, LayerLoop, Plan
 from megadsl.lower.pipeline import lower
 from megadsl.types import Level
@@ -27,6 +28,12 @@ from megadsl.types import Level
 Break = Callable[[Plan], Plan]
 SPECS = Path(__file__).parent / "specs"
 FIELDS = {"vocab": 203, "hidden": 72, "inter": 104, "layers": 5}
+
+
+def split_sentinels(s: ScheduleBlock) -> None:
+    """Parts that are reused sooner than the value that they are added to."""
+    split(mk.Sentinel(4), down_proj=3)(s)
+    s["down_proj"].sync(mk.Tagged(8))
 
 
 @cache
@@ -46,8 +53,20 @@ def base(kind: str = "default") -> Plan:
         case "smollm2":
             return plan("smollm2-135m")
         case "chunked":
-            return plan("llama-3.2-1b", tokens=16)
-    return plan("llama-tiny", blocks=5)
+            return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=1) and None, tokens=16)
+    return split_base(kind) or plan("llama-tiny", blocks=5)
+
+
+def split_base(kind: str) -> Plan | None:
+    """Those of them with split columns."""
+    match kind:
+        case "split":
+            return plan("llama-tiny", split_sentinels, 2, blocks=7, fields={**PIECES, "num_hidden_layers": 5})
+        case "split, flag":
+            return plan("llama-tiny", split(mk.Flag(2), down_proj=3), 2, blocks=7, fields=PIECES)
+        case "split, in chunks":
+            return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=2) and None, tokens=16, blocks=33)
+    return None
 
 
 def refused(broken: Plan, code: str, *texts: str) -> None:
@@ -148,6 +167,23 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "flag before its payload": ("flag", unmet("publish", "flag"), "MK544", ("no barrier", "st.release of the flag")),
     "flag before its parts": ("flag", unmet("attention", "published"), "MK544", ("attention.parts",)),
     "a round left out": ("default", lambda p: edited(p, layered("o_proj", "epoch * layers + 2 * layer")), "MK545", ("round",)),
+    "parts never published": (
+        "split",
+        without("matrix", "down_proj"),
+        "MK500",
+        ("has published nothing", "add_parts of down_proj, layer 0 [llama.py"),
+    ),
+    "parts of a round too early": (
+        "split",
+        arguments("add_parts", round="epoch * layers + layer + 1"),
+        "MK500",
+        ("no block has published",),
+    ),
+    "parts as another wire": ("split", arguments("add_parts", wire="Flag"), "MK540", ("reads Flag", "Sentinel, 4 slots")),
+    "parts published as another wire": ("split", arguments("matrix", "down_proj", parts_wire="Tagged"), "MK540", ("publishes Tagged",)),
+    "flag before all sums": ("split, flag", unmet("matrix", "end"), "MK544", ("down_proj.parts",)),
+    "parts of a round left out": ("split", arguments("matrix", "down_proj", parts_round="epoch * layers + 2 * layer"), "MK545", ("round",)),
+    "no barrier behind any gather, parts": ("split", deaf, "MK501", ("of 'down_proj.parts' while", "reads round", "add_parts of")),
     "a first round of tag 0": ("default", lambda p: edited(p, layered("o_proj", "(epoch - 1) * layers + layer")), "MK546", ("round 0",)),
     "a first round of flag 0": (
         "flag",
@@ -188,6 +224,9 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "MK511",
         ("'kept.x'", "writes activations", "reads kept.x"),
     ),
+    "refill of a part": ("split, in chunks", unmet("matrix", "refill"), "MK510", ("writes activations: gather of down_proj",)),
+    "sums still being read": ("split", unmet("matrix", "partials"), "MK510", ("'partials'", "down_proj")),
+    "parts added": ("split", unmet("add_parts", "end"), "MK510", ("'staged'", "writes staged: add_parts")),
     "never kept": ("default", without("keep", "embed_tokens"), "MK512", ("'kept.x'",)),
     "area too small": ("default", lambda p: with_area(p, "activations", bytes=64), "MK513", ("'activations'", "as large as")),
     "staged over partials": ("default", lambda p: with_area(p, "staged", offset=area(p, "partials")), "MK514", ("'partials'", "'staged'")),
@@ -215,6 +254,8 @@ RINGS: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         ("barrier of 7 arrivals", "8 warps"),
     ),
     "tape too short": ("default", lambda p: with_area(p, "tape.loader", bytes=112), "MK523", ("tape.loader",)),
+    "tape too short for the parts": ("split, in chunks", lambda p: with_area(p, "tape.loader", bytes=560), "MK523", ("tape.loader",)),
+    "parts in another order": ("split, in chunks", lambda p: with_words(p, "down_proj", {11: 1}), "MK520", ("fills down_proj",)),
     "barriers too few": ("default", lambda p: with_area(p, "barriers.loader", bytes=16), "MK523", ("barriers.loader",)),
     "stages too small": (
         "default",
@@ -232,6 +273,10 @@ SHARES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "another share": ("default", lambda p: with_exchange(p, "o_proj", share_offset=3), "MK531", ("producer o_proj", "readers of o_proj")),
     "merge of another share": ("default", lambda p: with_words(p, "attention_merge", {1: 2}), "MK531", ("producer attention",)),
     "too few vectors": ("default", lambda p: with_exchange(p, "o_proj", units=1), "MK532", ("has room for 1",)),
+    "parts of another share": ("split", lambda p: with_exchange(p, "down_proj.parts", share_offset=3), "MK531", ("readers of down_proj",)),
+    "parts that no kernel multiplies": ("split", lambda p: with_words(p, "down_proj", {10: 1}), "MK531", ("producer down_proj",)),
+    "parts of broken tiles": ("split", lambda p: with_words(p, "down_proj", {10: 2}), "MK530", ("2 parts",)),
+    "too few vectors for the parts": ("split", lambda p: with_exchange(p, "down_proj.parts", vectors=8), "MK532", ("has room for 8",)),
     "exchanges over each other": (
         "default",
         lambda p: with_exchange(p, "qkv_proj", offset=p.exchange("x").offset),

@@ -56,6 +56,17 @@ def scheduled(decide: Callable[[ScheduleBlock], None]) -> tuple[Schedule, Schedu
     return before, apply(before, graph, step.overrides_for("sm_90a"))
 
 
+def test_split_columns_have_an_edge_of_their_own() -> None:
+    def decide(s: ScheduleBlock) -> None:
+        s.edge("o_proj", "o_proj").sync(mk.Flag(4))
+        s["o_proj"].columns(ways=2)
+
+    before, after = scheduled(decide)
+    assert after.op("o_proj") == replace(before.op("o_proj"), ways=2)
+    assert after.edges == (*before.edges, EdgeSchedule("o_proj.parts", "o_proj", mk.Flag(4)))
+    assert scheduled(lambda s: s["o_proj"].columns(ways=2).columns(ways=1) and None)[1] == before
+
+
 def test_nothing_said_changes_nothing() -> None:
     before, after = scheduled(lambda s: None)
     assert after == before

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
+from check_tools import plan, split
 
 from megadsl.driver import Compiled, compile_model
 from megadsl.ir.graph import Attention, Linear
-from megadsl.ir.plan import Exchange
+from megadsl.ir.plan import Exchange, Plan
+from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.explain import EDGE_COLUMNS, OP_COLUMNS, Table, rows
 from megadsl.lower.memory import chunk_pieces
-from megadsl.lower.schedule import share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS
 
 
@@ -112,15 +114,38 @@ def test_polled_bytes_of_an_attention(model: str, tokens: int) -> None:
     assert explained(model, tokens)[1]["qkv_proj"]["polled bytes per block"] == f"{most * 16:,}"
 
 
+def down_proj(ways: int) -> tuple[dict[str, str], dict[str, dict[str, str]], Plan]:
+    """The down projection of 16 tokens, its columns in some parts, and the edges; on 128 blocks."""
+    made = plan("llama-3.2-1b", split(down_proj=ways), 16, blocks=128)
+    ops, edges = rows(SimpleNamespace(plan=made))
+    return table(ops)["down_proj"], table(edges), made
+
+
 def test_chunked_gathers_count_once_per_batch() -> None:
     """The down projection's 8192 inputs of 16 tokens do not fit at once: each batch of row groups gathers them chunk by chunk."""
-    _, edges = explained("llama-3.2-1b", 16)
-    plan = compiled("llama-3.2-1b", 16)
-    assert chunk_pieces(linear(plan, "down_proj"), plan.graph, plan.schedule) < 8
-    e = plan.plan.exchange("gate_up_proj")
-    polled = int(edges["gate_up_proj"]["polled bytes per block"].replace(",", "")) // 16
-    extras, chunks = e.vectors - e.units, 8 // chunk_pieces(linear(plan, "down_proj"), plan.graph, plan.schedule)
-    assert 1024 * 16 + 132 * extras <= polled <= 1024 * 16 + (132 + chunks) * extras  # chunks share at most their border owners
+    _, edges, made = down_proj(1)
+    op = made.graph.op("down_proj")
+    assert isinstance(op, Linear)
+    chunks = 8 // chunk_pieces(op, made.graph, made.schedule)
+    assert chunks == 4
+    e = made.exchange("gate_up_proj")
+    polled, extras = int(edges["gate_up_proj"]["polled bytes per block"].replace(",", "")) // 16, e.vectors - e.units
+    assert 1024 * 16 + 128 * extras <= polled <= 1024 * 16 + (128 + chunks) * extras  # chunks share at most their border owners
+
+
+def test_split_columns_are_polled_once() -> None:
+    """A block gathers an eighth of the input, and eight parts of its 16 features."""
+    op, edges, made = down_proj(8)
+    assert op["largest share"] == "16 of 2,048 row groups of 8 column parts"
+    assert edges["down_proj.parts"]["polled bytes per block"] == f"{2 * 8 * 16 * 8 * 4:,}"
+    e = made.exchange("gate_up_proj")
+    assert edges["gate_up_proj"]["polled bytes per block"] == f"{(128 * 16 + 16 * (e.vectors - e.units)) * 16:,}"
+
+
+def test_more_tokens_split_the_down_projection() -> None:
+    """Where its input does not fit a block's shared memory, by default; else a hop more would cost more than it spares."""
+    ways = {tokens: compiled("llama-3.2-1b", tokens).schedule.op("down_proj").ways for tokens in (1, 5)}
+    assert ways == {1: 1, 5: 8}
 
 
 def test_share_owner_is_the_inverse_of_share_begin() -> None:

@@ -89,11 +89,11 @@ def test_rows_in_several_pieces() -> None:
     check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
 
 
-def test_column_chunks_and_several_passes() -> None:
+def test_split_columns_and_several_passes() -> None:
     """16 tokens: the down projection's input is more than its budget of shared memory, query rows more than 8 warps hold."""
     fields = config(num_attention_heads=9, num_key_value_heads=1, intermediate_size=2112, num_hidden_layers=1)
     made = compiled("llama-tiny", tokens=16, blocks=3, fields=fields, configure=few_stages)
-    assert pieces(made, "down_proj") == (3, 1)
+    assert pieces(made, "down_proj") == (3, 1) and made.schedule.op("down_proj").ways == 3
     assert attention_of(made).heads // attention_of(made).kv_heads * 16 > 8 * 16
     check(made, [(0, 16), (16, 3), (33, 16), (100, 15)], seeds=(1,))
 

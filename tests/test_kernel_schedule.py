@@ -14,7 +14,8 @@ import megadsl as mk
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
-from tests.kernels import VALUES, Bench, Configure, Result, Step, check, compiled, everywhere, judge, steps
+from megadsl.lower.exchanges import merge_lanes
+from tests.kernels import VALUES, Bench, Configure, Result, Step, attention_of, check, compiled, everywhere, judge, steps
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
@@ -142,6 +143,17 @@ def test_splits(splits: int) -> None:
         s["attention"].split(kv=splits)
 
     check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
+
+
+def test_lanes_that_poll_two_splits_at_once() -> None:
+    """More (features, token) items to merge than threads for a lane a split; the second of a lane's splits may not exist."""
+
+    def configure(s: ScheduleBlock) -> None:
+        s["attention"].split(kv=3)
+
+    made = compiled("llama-tiny", tokens=16, blocks=3, configure=configure)
+    assert merge_lanes(attention_of(made), 16, made.schedule) == (2, 2)
+    check(made, [(0, 16), (33, 16), (100, 15)], seeds=(1,))
 
 
 def test_scales_before_the_products() -> None:

@@ -12,9 +12,10 @@ from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Flag, Schedule, Sentinel, Sync, Tagged
+from megadsl.lower.columns import largest_share
 from megadsl.lower.exchanges import FLAG_BYTES, plan_exchanges, vectors_for
 from megadsl.lower.packing import ALIGN, OFFSET_UNIT, plan_packing
-from megadsl.lower.schedule import default_schedule, largest_share
+from megadsl.lower.schedule import default_schedule
 from megadsl.lower.tiling import GROUP_ROWS, MAX_TILE_COLUMNS, PANEL, tiling
 
 ODD = [(1000, 80), (80, 176), (176, 80), (8, 1), (7, 33), (1, 1024), (9, 1025), (2048, 8192), (49152, 576)]

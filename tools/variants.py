@@ -1,7 +1,7 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
-scale, l2 (KiB ahead for gate_up).
+scale, l2 (KiB ahead for gate_up), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -41,20 +41,30 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits":
-            for name in (op.name for op in graph.ops if isinstance(op, Attention)):
-                s[name].split(kv=int(value))
-        case "sync":
-            for name in {v.producer for v in graph.values}:
-                s[name].sync(SYNCS[value])
-        case "scale":
-            for op in graph.ops:
-                if isinstance(op, Linear) and op.factored is not None:
-                    s[op.name].scale(value)
+        case "splits" | "sync" | "scale":
+            apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case _:
-            raise SystemExit(f"unknown knob {knob!r}")
+            split_columns(s, graph, knob, value)
+
+
+def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
+    """One override of every op that it can be about."""
+    for op in graph.ops:
+        if knob == "splits" and isinstance(op, Attention):
+            s[op.name].split(kv=int(value))
+        if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
+            s[op.name].scale(value)
+        if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:
+            s[op.name].sync(SYNCS[value])
+
+
+def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
+    """A linear's columns in parts, by its name."""
+    if not any(isinstance(found, Linear) and found.name == op for found in graph.ops):
+        raise SystemExit(f"unknown knob {op!r}")
+    s[op].columns(ways=int(ways))
 
 
 def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:

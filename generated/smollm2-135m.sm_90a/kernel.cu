@@ -16,11 +16,11 @@ constexpr u32 kBatch = 3;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
 using LoaderRing = mk::Ring<13, 16384>;  // weights
-using QkvProjTiles = mk::Tiles<18, 1>;
-using OProjTiles = mk::Tiles<18, 1>;
-using GateUpProjTiles = mk::Tiles<18, 1>;
-using DownProjTiles = mk::Tiles<24, 2>;
-using LmHeadTiles = mk::Tiles<18, 1>;
+using QkvProjTiles = mk::Tiles<18, 1, 1>;
+using OProjTiles = mk::Tiles<18, 1, 1>;
+using GateUpProjTiles = mk::Tiles<18, 1, 1>;
+using DownProjTiles = mk::Tiles<24, 2, 1>;
+using LmHeadTiles = mk::Tiles<18, 1, 1>;
 using AttentionTiling = mk::AttentionTiling<64, Block>;
 
 }  // namespace
@@ -166,7 +166,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: add the splits  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_merge<mk::Tagged, AttentionTiling>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
+      mk::run_merge<mk::Tagged, AttentionTiling, 1>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
       mk::publish<mk::Tagged>(block, 14, s.attention_exchange, epoch * layers + layer, staged);
     }
 

@@ -112,7 +112,7 @@ class Stream:
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
-        groups = self.owned(m.groups // m.fold, m.share_offset) * m.fold
+        groups = self._share(str(step.instr.args["own"])) * m.fold
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
             size = groups // m.fold * self.device.tokens * UNIT_BYTES
@@ -120,27 +120,36 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         op, m, batch = step.instr.op, self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        own = self.owned(m.groups // m.fold, m.share_offset) * m.fold
         half = self._half()
-        firsts = list(range(0, max(own, 1), batch))[:MOST_PASSES]
-        for turn, first in enumerate(firsts):
-            for chunk in range(m.chunks):
-                if m.chunks > 1 or first == 0:
-                    if chunk or first:
-                        yield from self._meet(step.instr, "refill")
-                    yield from self._prologue(step, m, chunk)
-                    yield from self._meet(step.instr, "gathered")
-                    yield from self._lasts(step, m, False)
-                    yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
+        turn = 0
+        for part, begin, end in self.device.parts(op)[self.block]:
+            own = end - begin
+            for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
+                for chunk in range(part * m.chunks, (part + 1) * m.chunks):
+                    if m.chunks > 1 or first == 0:
+                        if chunk > part * m.chunks:
+                            yield from self._meet(step.instr, "refill")
+                        yield from self._prologue(step, m, chunk)
+                        yield from self._meet(step.instr, "gathered")
+                        yield from self._lasts(step, m, False)
+                        yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
+                    if own:
+                        yield self._activations(step, m, chunk, 0, False)
+                        own_sums = chunk > part * m.chunks  # each thread adds to its own
+                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
+                yield from self._meet(step.instr, "partials")
+                if turn == 0:
+                    yield from (self._scalars(step, i, False) for i in range(self._scaled(op)))
                 if own:
-                    yield self._activations(step, m, chunk, 0, False)
-                    yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=chunk > 0)
-            yield from self._meet(step.instr, "partials")
-            if first == 0:
-                yield from (self._scalars(step, i, False) for i in range(self._scaled(step.instr.op)))
-            if own:
-                yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
-                yield from self._epilogue(step, own // m.fold)
+                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
+                    if not step.instr.args["parts"]:
+                        yield from self._epilogue(step, own // m.fold)
+                turn += 1
+        yield from self._meet(step.instr, "end")
+
+    def _add_parts(self, step: Step) -> Iterator[Event]:
+        if own := self._share(str(self.device.op(step.instr.op).out)):
+            yield from self._epilogue(step, own)
         yield from self._meet(step.instr, "end")
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:

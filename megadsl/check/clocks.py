@@ -271,10 +271,24 @@ class Player:
 
     def _matrix(self, step: Step) -> None:
         instr = step.instr
-        for inner, polled in self._cached(instr, polls.matrix):
+        for turn, (mask, gathers) in enumerate(self._cached(instr, polls.matrix)):
+            self._gather(step, gathers)
+            self._barrier(instr, "gathered", "partials", mask=mask)
+            if instr.args["parts"]:
+                self.clocks.publish(step, str(instr.args["parts"]), step.round("parts_round"), mask, turn)
+                if self.clocks.device.matrix(instr.op).chunks > 1:  # the next batch gathers anew
+                    self._gather(step, gathers)
+        self._barrier(instr, "end")
+
+    def _gather(self, step: Step, gathers: list[tuple[Instr, Bools]]) -> None:
+        for inner, polled in gathers:
             at = Step(inner, step.layer, step.names)
             self.clocks.poll(step, inner, str(inner.args["value"]), at.round(), [polled])
-        self._barrier(instr, "gathered", "partials", "end")
+
+    def _add_parts(self, step: Step) -> None:
+        instr = step.instr
+        self.clocks.poll(step, instr, str(instr.args["parts"]), step.round(), self._cached(instr, polls.add_parts))
+        self._barrier(instr, "end")
 
     def _attention(self, step: Step) -> None:
         instr, clocks = step.instr, self.clocks

@@ -60,10 +60,11 @@ def block_kinds(device: Device) -> list[int]:
     """One block of each kind: equal shares of every op, and block 0."""
     seen: dict[tuple[object, ...], int] = {}
     counts = [_counts(device, groups, offset) for groups, offset in _splits(device)]
+    parts = [[tuple(last - first for _, first, last in p) for p in device.parts(op.name)] for op in device.ops[0]]
     for block in range(device.blocks):
         units = [len(range(block, device.heads(op.name).units, device.blocks)) for op in device.ops[1]]
         fresh = [_takes_fresh(device, op.name, block) for op in device.ops[1]]
-        seen.setdefault((block == 0, *(c[block] for c in counts), *units, *fresh), block)
+        seen.setdefault((block == 0, *(c[block] for c in counts), *(p[block] for p in parts), *units, *fresh), block)
     return list(seen.values())
 
 
@@ -76,7 +77,7 @@ def _splits(device: Device) -> list[tuple[int, int]]:
     found = [(e.groups, e.share_offset) for e in device.plan.exchanges]
     for op in device.ops[0]:
         m = device.matrix(op.name)
-        found.append((m.groups // m.fold, m.share_offset))
+        found.append((m.shared, m.share_offset))
     for attention in device.ops[1]:
         heads = device.heads(attention.name)
         found.append((heads.merge_groups, heads.merge_offset))

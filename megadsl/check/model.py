@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
-from megadsl.lower.schedule import share_begin, share_owner
+from megadsl.lower.columns import parts_of, share_begin, share_owner
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
@@ -35,11 +36,18 @@ class Matrix:
     columns: int
     tile_columns: int
     pieces: int
+    ways: int
     chunk_pieces: int
 
     @property
     def chunks(self) -> int:
-        return self.pieces // self.chunk_pieces
+        """Of each part of the columns."""
+        return self.pieces // self.ways // self.chunk_pieces
+
+    @property
+    def shared(self) -> int:
+        """What is shared out over the blocks: the feature groups of all parts of the columns."""
+        return self.groups // self.fold * self.ways
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,12 @@ class Device:
         self.warps = self.consumer.warps
         self.records = {r.name: r.words for r in plan.shape}
         self.exchanges = {e.name: e for e in plan.exchanges}
+        self._shares: dict[tuple[int, int], list[int]] = {}
+        self._parts: dict[str, list[list[tuple[int, int, int]]]] = {}
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10])
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11])
 
     def heads(self, op: str) -> Heads:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
@@ -99,7 +109,17 @@ class Device:
 
     def shares(self, groups: int, offset: int) -> list[int]:
         """First item of every block, and the end of the last's."""
-        return [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
+        if (groups, offset) not in self._shares:
+            self._shares[groups, offset] = [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
+        return self._shares[groups, offset]
+
+    def parts(self, op: str) -> list[list[tuple[int, int, int]]]:
+        """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
+        if op not in self._parts:
+            m = self.matrix(op)
+            shares = [begin * m.fold for begin in self.shares(m.shared, m.share_offset)]
+            self._parts[op] = [parts_of(m.groups, m.ways, begin, end) for begin, end in pairwise(shares)]
+        return self._parts[op]
 
     def op(self, name: str) -> Any:
         return self.plan.graph.op(name)

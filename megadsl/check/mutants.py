@@ -84,8 +84,8 @@ class Equivalent:
 
 def _one_pass(plan: Plan) -> bool:
     device = Device(plan)
-    matrices = (device.matrix(op.name) for op in device.ops[0])
-    return all(max(b - a for a, b in pairwise(device.shares(m.groups, m.share_offset))) <= plan.tunables.batch for m in matrices)
+    owned = (parts for op in device.ops[0] for parts in device.parts(op.name))
+    return all(len(parts) == 1 and parts[0][2] - parts[0][1] <= plan.tunables.batch for parts in owned)
 
 
 def _queries_by_flag(plan: Plan) -> bool:
@@ -210,7 +210,7 @@ def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
 def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
     """Words that loaders and consumers compute their shares from."""
     words = {
-        "mk::LinearShape": {"row groups": 2, "fold": 3, "columns of a tile": 8, "tiles of a group": 9},
+        "mk::LinearShape": {"row groups": 2, "fold": 3, "columns of a tile": 8, "tiles of a group": 9, "parts of the columns": 10},
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
     }

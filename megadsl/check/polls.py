@@ -6,16 +6,23 @@ import numpy as np
 
 from megadsl.check.model import Bools, Device, attention_unit, prologue_gathers
 from megadsl.ir.plan import Instr
+from megadsl.lower.columns import share_owner
+from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
 
 Parts = list[Bools]  # per part of a publication: [reader, writer], who polls whose vectors
 
 
-def gather(device: Device, instr: Instr) -> Bools:
-    """mk::gather_value: the owners of all columns, chunk by chunk; of a whole value, every block."""
-    e = device.exchanges[str(instr.args["value"])]
+def gather(device: Device, instr: Instr, parts: list[int | None]) -> Bools:
+    """mk::gather_value: the owners of all columns of the part that each block has its turn with, chunk by chunk; of a whole
+    value, every block."""
+    e, m = device.exchanges[str(instr.args["value"])], device.matrix(instr.op)
+    begin, features, width = int(str(instr.args["begin"])), int(str(instr.args["features"])), m.tile_columns * m.pieces // m.ways
+    owners = [device.owners(e, begin + part * width, min(width, features - part * width)) for part in range(m.ways)]
     polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
-    polled[:, device.owners(e, int(str(instr.args["begin"])), int(str(instr.args["features"])))] = True
+    for block, part in enumerate(parts):
+        if part is not None:
+            polled[block, owners[part]] = True
     silent = e.wire == "Tagged" or e.groups < device.blocks  # blocks that own nothing; with more groups there are none
     if instr.args["whole"] and silent:
         polled[:, :] = True
@@ -23,19 +30,39 @@ def gather(device: Device, instr: Instr) -> Bools:
 
 
 def gather_kept(device: Device, instr: Instr) -> Bools:
-    """mk::gather_kept: the owners of the rows that the block computes."""
-    e, m = device.exchanges[str(instr.args["value"])], device.matrix(instr.op)
-    width = 8 // m.fold
-    shares = device.shares(m.groups // m.fold, m.share_offset)
+    """mk::gather_kept: the owners of the rows that the block owns of the op's value."""
+    e, own = device.exchanges[str(instr.args["value"])], device.exchanges[str(instr.args["own"])]
+    shares = device.shares(own.groups, own.share_offset)
     polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
     for block in range(device.blocks):
-        rows = [shares[block + i] * m.fold * width for i in (0, 1)]
+        rows = [shares[block + i] * GROUP_ROWS for i in (0, 1)]
         polled[block, device.owners(e, int(str(instr.args["begin"])) + rows[0], rows[1] - rows[0])] = True
     return polled
 
 
-def matrix(device: Device, instr: Instr) -> list[tuple[Instr, Bools]]:
-    return [(inner, gather(device, inner)) for inner in prologue_gathers(instr)]
+def matrix(device: Device, instr: Instr) -> list[tuple[Bools, list[tuple[Instr, Bools]]]]:
+    """Per part of the columns that a block takes in turn: which blocks have one, and whom they poll in each gather."""
+    parts = device.parts(instr.op)
+    turns = []
+    for turn in range(max(map(len, parts))):
+        now = [found[turn][0] if turn < len(found) else None for found in parts]
+        mask = np.array([part is not None for part in now], dtype=np.bool_)
+        turns.append((mask, [(inner, gather(device, inner, now)) for inner in prologue_gathers(instr)]))
+    return turns
+
+
+def add_parts(device: Device, instr: Instr) -> Parts:
+    """mk::add_parts: for the features that a block owns of the op's value, the blocks that multiply their rows, all parts, by
+    the turn in which they publish."""
+    m, e = device.matrix(instr.op), device.exchanges[str(instr.args["parts"])]
+    own = device.exchanges[str(device.op(instr.op).out)]
+    parts, shares = device.parts(instr.op), device.shares(own.groups, own.share_offset)
+    turns = [np.zeros((device.blocks, device.blocks), dtype=np.bool_) for _ in range(max(map(len, parts)))]
+    for block in range(device.blocks):
+        for item in (p * own.groups + g for p in range(m.ways) for g in range(shares[block], shares[block + 1])):
+            owner = share_owner(e.groups, device.blocks, e.share_offset, item)
+            turns[[part for part, _, _ in parts[owner]].index(item // own.groups)][block, owner] = True
+    return turns
 
 
 def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:

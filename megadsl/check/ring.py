@@ -100,17 +100,16 @@ class Block:
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined. The loader goes by Shape's words, the consumers by compiled-in sizes."""
-        m, linear = self.device.matrix(op), self.device.op(op)
-        shares = self.device.shares(m.groups // m.fold, m.share_offset)
-        begin, end = shares[self.block] * m.fold, shares[self.block + 1] * m.fold
-        pieces = m.pieces if loader else tiling(linear).pieces
-        chunk = m.chunk_pieces if loader else chunk_pieces(linear, self.device.plan.graph, self.device.plan.schedule)
+        m, plan = self.device.matrix(op), self.device.plan
+        linear = self.device.op(op)
+        pieces, ways = (m.pieces, m.ways) if loader else (tiling(linear).pieces, plan.schedule.op(op).ways)
+        chunk = m.chunk_pieces if loader else chunk_pieces(linear, plan.graph, plan.schedule)
         runs: list[tuple[int, int]] = []
-        batch = self.device.plan.tunables.batch
-        for first in range(begin, end, batch) if chunk < pieces else [begin]:
-            last = min(first + batch, end) if chunk < pieces else end
-            for at in range(0, pieces, chunk):
-                runs.extend((group * pieces + at, chunk) for group in range(first, last))
+        for part, begin, end in self.device.parts(op)[self.block]:
+            step = plan.tunables.batch if chunk * ways < pieces else max(1, end - begin)
+            for first in range(begin, end, step):
+                for at in range(part * pieces // ways, (part + 1) * pieces // ways, chunk):
+                    runs.extend((group * pieces + at, chunk) for group in range(first, min(first + step, end)))
         return _joined(runs)
 
     def chunk_stages(self, op: str, ring: str) -> Iterator[tuple[tuple[object, ...], int]]:
@@ -380,7 +379,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
 
 
 def _tape_entries(device: Device, program: Program) -> int:
-    """Most entries that any kind of block writes; mk::Tape's own joining of runs is one entry for a linear in one chunk."""
+    """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a batch and chunk of it."""
     most = 0
     for block in block_kinds(device):
         entries = 0
@@ -394,6 +393,5 @@ def _entries(device: Device, block: int, step: Step) -> int:
     if step.instr.call != "load_matrix":
         return 1
     m = device.matrix(step.instr.op)
-    shares = device.shares(m.groups // m.fold, m.share_offset)
-    own = (shares[block + 1] - shares[block]) * m.fold
-    return min(own, 1) if m.chunks == 1 else own * m.chunks
+    own = [last - first for _, first, last in device.parts(step.instr.op)[block]]
+    return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, device.plan.tunables.batch) * m.chunks for n in own)

@@ -12,8 +12,8 @@ from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
 from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr
+from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import row_vectors, vectors_for
-from megadsl.lower.schedule import share_begin, share_owner
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
@@ -44,6 +44,8 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
     for step in device.steps(device.consumer, 1):
         if step.instr.call in ("publish", "keep"):
             _producer(device, step.instr, findings)
+        elif step.instr.call == "matrix" and step.instr.args["parts"]:
+            _parts(device, step.instr, findings)
     for attention in device.ops[1]:
         _attention(device, attention, findings)
     for e in device.plan.exchanges:
@@ -85,11 +87,31 @@ def _linear(device: Device, op: Linear, findings: Findings) -> None:
     m, tiles = device.matrix(op.name), tiling(op)
     mine = (m.groups, m.fold, m.pieces, m.tile_columns)
     theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns)
-    if mine != theirs or m.pieces % m.chunk_pieces:
+    if mine != theirs or m.pieces % (m.ways * m.chunk_pieces):
         rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
-        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {m.chunk_pieces} tiles a chunk"
+        cut = f"{m.ways} parts, {m.chunk_pieces} tiles a chunk"
+        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {cut}"
         findings.add(COVER, op.span, rows, op=op.name, what="tiles", wrong=wrong)
-    _split(device, op.name, "row groups", m.groups // m.fold, m.share_offset, findings)
+    _split(device, op.name, "row groups", m.shared, m.share_offset, findings)
+
+
+def _parts(device: Device, instr: Instr, findings: Findings) -> None:
+    """What a block multiplies of the parts of the columns is what readers take it to have published."""
+    e, m = device.exchanges[str(instr.args["parts"])], device.matrix(instr.op)
+    if (m.shared, m.share_offset) != (e.groups, e.share_offset):
+        _mismatch(instr, e, (m.shared, m.share_offset), findings)
+    most = max(sum(last - first for _, first, last in found) for found in device.parts(instr.op)) * device.tokens * 2
+    if most > e.vectors or e.owners != device.blocks:
+        rows = [("busiest block", [f"{most} vectors"]), (f"exchange {e.name}", [f"{e.vectors} vectors, {e.owners} owners"])]
+        findings.add(CAPACITY, e.span, rows, op=instr.op, block="of most rows", need=most, value=e.name, have=e.vectors)
+
+
+def _mismatch(instr: Instr, e: Exchange, mine: tuple[int, int], findings: Findings) -> None:
+    rows = [
+        (f"producer {instr.op}", [f"groups {mine[0]}, offset {mine[1]}"]),
+        (f"readers of {e.name}", [f"groups {e.groups}, offset {e.share_offset}"]),
+    ]
+    findings.add(MISMATCH, instr.span, rows, op=instr.op, value=e.name, mine=mine, theirs=(e.groups, e.share_offset))
 
 
 def _attention(device: Device, op: Attention, findings: Findings) -> None:
@@ -117,17 +139,13 @@ def _producer(device: Device, instr: Instr, findings: Findings) -> None:
     e, op = device.exchanges[str(instr.args["value"])], device.op(instr.op)
     if isinstance(op, Linear):
         m = device.matrix(op.name)
-        mine = (m.groups // m.fold, m.share_offset)
+        mine = (m.groups // m.fold, m.share_offset if m.ways == 1 else e.share_offset)  # parts are added by the value's own share
     else:
         words = device.records[ident(op.name)]
         heads = device.heads(op.name) if f"{ident(op.name)}_merge" in device.records else None
         mine = (words[2], words[3]) if heads is None else (heads.merge_groups, heads.merge_offset)
     if mine != (e.groups, e.share_offset):
-        rows = [
-            (f"producer {op.name}", [f"groups {mine[0]}, offset {mine[1]}"]),
-            (f"readers of {e.name}", [f"groups {e.groups}, offset {e.share_offset}"]),
-        ]
-        findings.add(MISMATCH, instr.span, rows, op=op.name, value=e.name, mine=mine, theirs=(e.groups, e.share_offset))
+        _mismatch(instr, e, mine, findings)
 
 
 def _exchange(device: Device, e: Exchange, findings: Findings) -> None:

@@ -52,9 +52,12 @@ FRESH = declare(
 
 LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2}
 _ENDS = {"publish": [("wire", "value", "publishes")], "gather": [("wire", "value", "reads")], "gather_kept": [("wire", "value", "reads")]}
-_ROUNDS = {"publish": ("value", "round"), "argmax": ("value", "round"), "attention": ("parts", "parts_round")}
-_ENDS["merge"] = [("wire", "parts", "reads")]
+_ENDS["merge"] = _ENDS["add_parts"] = [("wire", "parts", "reads")]
+_ENDS["matrix"] = [("parts_wire", "parts", "publishes")]
 _ENDS["attention"] = [("qkv_wire", "qkv", "reads"), ("parts_wire", "parts", "publishes")]
+_FLAGS = {"publish": ("value", "flag"), "attention": ("parts", "published"), "matrix": ("parts", "end")}  # what, behind which barrier
+_ROUNDS = {"publish": ("value", "round"), "argmax": ("value", "round")}
+_ROUNDS["attention"] = _ROUNDS["matrix"] = ("parts", "parts_round")
 
 
 def check_wires(device: Device, findings: Findings) -> list[str]:
@@ -75,7 +78,7 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
 
 
 def _ends(device: Device, instr: Instr, findings: Findings) -> None:
-    for wire, value, does in _ENDS.get(instr.call, ()):
+    for wire, value, does in _ENDS.get(instr.call, ()) if instr.args.get("parts", True) else ():
         e, used = device.exchanges[str(instr.args[value])], str(instr.args[wire])
         if used != e.wire:
             rows = [("consumer", [f"{does} {used}: {shown(instr)}"]), (f"exchange {e.name}", [f"{e.wire}, {e.slots} slots"])]
@@ -84,8 +87,8 @@ def _ends(device: Device, instr: Instr, findings: Findings) -> None:
 
 def _release(device: Device, step: Step, findings: Findings) -> None:
     instr = step.instr
-    value, meets = ("value", "flag") if instr.call == "publish" else ("parts", "published")
-    if instr.call not in ("publish", "attention") or meets in instr.syncs:
+    value, meets = _FLAGS.get(instr.call, ("", ""))
+    if not value or not instr.args[value] or meets in instr.syncs:
         return
     e = device.exchanges[str(instr.args[value])]
     if e.wire == "Flag":
@@ -127,7 +130,7 @@ def _fresh(device: Device, findings: Findings) -> None:
     seen: set[str] = set()
     for step in device.steps(device.consumer, 1, FIRST_EPOCH):
         ends = _ROUNDS.get(step.instr.call)
-        if ends is None or str(step.instr.args[ends[0]]) in seen:
+        if ends is None or str(step.instr.args[ends[0]]) in ("", *seen):
             continue
         e = device.exchanges[str(step.instr.args[ends[0]])]
         seen.add(e.name)
@@ -144,7 +147,7 @@ def _published(device: Device, epoch: int) -> dict[str, tuple[list[Step], list[i
     found: dict[str, tuple[list[Step], list[int]]] = defaultdict(lambda: ([], []))
     for step in device.steps(device.consumer, unrolled(device), epoch):
         ends = _ROUNDS.get(step.instr.call)
-        if ends is not None:
+        if ends is not None and step.instr.args[ends[0]]:
             steps, rounds = found[str(step.instr.args[ends[0]])]
             steps.append(step)
             rounds.append(step.round(ends[1]) % 2**32)

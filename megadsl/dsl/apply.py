@@ -21,8 +21,8 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.graph import Attention, Graph
-from megadsl.ir.schedule import OpSchedule, Ring, Role, Schedule
+from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
 
@@ -143,7 +143,16 @@ def _op(schedule: Schedule, graph: Graph, record: _OpRecord, found: Collector) -
         return schedule
     old = schedule.op(record.op)
     new = _changed(old, graph, schedule, record, found)
-    return replace(schedule, ops=tuple(new if o is old else o for o in schedule.ops))
+    return replace(schedule, ops=tuple(new if o is old else o for o in schedule.ops), edges=_edges(schedule, graph, old, new))
+
+
+def _edges(schedule: Schedule, graph: Graph, old: OpSchedule, new: OpSchedule) -> tuple[EdgeSchedule, ...]:
+    """A linear whose columns are split has an edge of its own: its blocks hand parts to each other."""
+    if (old.ways > 1) == (new.ways > 1) or not isinstance(graph.op(new.op), Linear):
+        return schedule.edges
+    parts = f"{new.op}.parts"
+    added = (EdgeSchedule(parts, new.op, Tagged()),) if new.ways > 1 else ()
+    return tuple(e for e in schedule.edges if e.value != parts) + added
 
 
 def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecord, found: Collector) -> OpSchedule:
@@ -176,8 +185,8 @@ def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -
     out = graph.op(record.producer).out
     readers = [o.name for o in graph.ops if out in {ref.value for ref in reads(o)}]
     chosen = [out] if out and readers and (record.consumer is None or record.consumer in readers) else []
-    if not chosen and record.consumer == record.producer:  # what the op's blocks hand to each other before its value is whole
-        chosen = [e.value for e in schedule.edges if e.producer == record.producer and e.value != out]
+    if record.consumer == record.producer:  # what the op's blocks hand to each other before its value is whole, if anything
+        chosen = [e.value for e in schedule.edges if e.producer == record.producer and e.value != out] or chosen
     if not chosen:
         consumer = record.consumer or "any op"
         found.add(EDGE_UNKNOWN, record.span, consumer=consumer, producer=record.producer, known=", ".join(readers) or "none")

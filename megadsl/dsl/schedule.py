@@ -194,6 +194,17 @@ class OpHandle:
         self._block.record(SetSplit(self._op, given, span))
         return self
 
+    def columns(self, *, ways: int) -> OpHandle:
+        """Split a linear's input columns in ``ways`` parts that different blocks multiply. Changes rounding.
+
+        Before, each block gathers the whole input and has rows / blocks rows of results; after, it gathers 1 / ``ways`` of the
+        input, publishes fp32 sums of ``ways`` times as many rows, and adds ``ways`` parts of its rows. 1: no split. The parts'
+        sync is that of ``s.edge(op, op)``.
+        """
+        span = caller_span()
+        self._block.record(SetSplit(self._op, (("ways", self._block.checked("columns ways", ways, 1, span)),), span))
+        return self
+
     def scale(self, when: str) -> OpHandle:
         """Where a factor of a linear's input that is the same along a row (a norm's) comes in. Changes rounding.
 
@@ -222,7 +233,8 @@ class EdgeHandle:
     def sync(self, sync: Sync) -> None:
         """How the readers of the value wait: mk.Tagged, mk.Sentinel or mk.Flag.
 
-        Bit-identical for values. An attention's parts are fp32, of which mk.Tagged keeps 20 bits of the mantissa: changes rounding.
+        Bit-identical for values. Parts (of an attention, of split columns) are fp32, of which mk.Tagged keeps 20 bits of the
+        mantissa: changes rounding.
         """
         span = caller_span()
         if not isinstance(sync, Tagged | Sentinel | Flag):

@@ -79,6 +79,8 @@ class Role:
 class OpSchedule:
     """Per op. ``loader`` names the role that streams its weights (or KV rows). ``splits``: attention only, parts of the
     KV range per KV head (rounding-changing). ``share_offset`` rotates which blocks get the larger share of row groups.
+    ``ways``: linears only, parts of the input columns that different blocks multiply (rounding-changing); then ``part_offset``
+    rotates the shares of the parts' row groups, ``share_offset`` those of the features that the parts are added to.
     ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
     rounding-changing)."""
 
@@ -88,6 +90,8 @@ class OpSchedule:
     splits: int = 1
     share_offset: int = 0
     chunk: int = 0
+    ways: int = 1
+    part_offset: int = 0
     scale: str = "before"
 
 

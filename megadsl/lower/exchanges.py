@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Schedule, Sync, Tagged
+from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import kept_values
-from megadsl.lower.schedule import largest_share
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up
 
 FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
 SENTINEL_EMPTY = 0xFF
 LASTS_PER_VECTOR = 7
+WARP_THREADS = 32
+MERGE_AT_ONCE = 2  # splits that a lane polls together, three vectors each
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,20 @@ def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
     if isinstance(op, Linear):
         return Sharing(tiling(op).shares, offset)
     return Sharing(ceil_div(features, GROUP_ROWS), offset)
+
+
+def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, int]:
+    """Lanes that share an item of a merge (a group of features of a token), and splits that a lane polls together.
+
+    A lane a split, but half as many with two each where all items would not find lanes in one turn: a turn more is one more
+    trip to the other blocks' parts.
+    """
+    share, splits = sharing(op, op.heads * op.head_dim, schedule), schedule.op(op.name).splits
+    items = largest_share(share.groups, schedule.blocks, share.share_offset) * tokens
+    lanes = min(WARP_THREADS, 1 << (splits - 1).bit_length())
+    if lanes > 1 and items * lanes > schedule.consumer.warps * WARP_THREADS:
+        lanes //= 2
+    return lanes, min(MERGE_AT_ONCE, ceil_div(splits, lanes))
 
 
 def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
@@ -71,6 +87,8 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
     for op in graph.ops:
         if isinstance(op, Attention):
             found.append(_parts(arena, op, graph, schedule))
+        if isinstance(op, Linear) and schedule.op(op.name).ways > 1:
+            found.append(_column_parts(arena, op, graph, schedule))
         if isinstance(op, Linear) and op.sink == "argmax":
             share = Sharing(schedule.blocks, 0)
             found.append(arena.place(f"{op.name}.best", Tagged(), "u32", schedule.blocks, graph.tokens, share, "1", op))
@@ -85,6 +103,14 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     vectors = rows * row_vectors(op.head_dim)
     uses = "1" if op.loop is None else "layers"
     return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
+
+
+def _column_parts(arena: _Arena, op: Linear, graph: Graph, schedule: Schedule) -> Exchange:
+    """A linear's products with parts of its columns: fp32, two vectors for a row group of a token."""
+    shares, offset = part_shares(op, schedule)
+    vectors = largest_share(shares, schedule.blocks, offset) * tiling(op).fold * graph.tokens * 2
+    name, uses = f"{op.name}.parts", "1" if op.loop is None else "layers"
+    return arena.place(name, schedule.edge(name).sync, "f32", schedule.blocks, vectors, Sharing(shares, offset), uses, op)
 
 
 def row_vectors(head_dim: int) -> int:

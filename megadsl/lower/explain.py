@@ -9,10 +9,10 @@ from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
+from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.exchanges import is_local, sharing
-from megadsl.lower.memory import chunk_pieces, own_groups
+from megadsl.lower.memory import block_parts, chunk_pieces, own_groups, own_part_groups
 from megadsl.lower.operands import kept_values, prologue_values
-from megadsl.lower.schedule import largest_share, share_begin, share_owner
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import machine
 from megadsl.ops.attention import kv_row_bytes
@@ -25,6 +25,7 @@ OP_COLUMNS = ("op", "spec", "runs", "tiles", "bytes per run", "roles", "placemen
 EDGE_COLUMNS = ("value", "producer -> readers", "sync", "level", "slots", "vectors", "polled bytes per block")
 VECTOR_BYTES = 16
 MERGE_VECTORS = 3  # per token, split and group of 8 features: eight fp32 and {maximum, sum}
+PART_VECTORS = 2  # per token and row group of a part of the columns: eight fp32
 MICRO = 1e6
 
 
@@ -94,8 +95,10 @@ def _share(plan: Plan, op: Op, how: OpSchedule) -> str:
             most = largest_share(e.groups, blocks, e.share_offset) * GROUP_ROWS
             return f"{most} of {op.table.shape[1]:,} features"
         case Linear():
-            offset = f", from block {how.share_offset}" if how.share_offset else ""
-            return f"{own_groups(op, plan.schedule)} of {tiling(op).groups:,} row groups{offset}"
+            first = how.part_offset if how.ways > 1 else how.share_offset
+            offset = f", from block {first}" if first else ""
+            parts = f" of {how.ways} column parts" if how.ways > 1 else ""
+            return f"{own_part_groups(op, plan.schedule)} of {tiling(op).groups * how.ways:,} row groups{parts}{offset}"
         case Attention():
             units = op.kv_heads * how.splits
             return f"{ceil_div(units, blocks)} of {units:,} units"
@@ -144,6 +147,8 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
         return _unit(plan, e, op)
     if not isinstance(op, Linear):
         return 0
+    if e.name == f"{op.name}.parts":
+        return own_groups(op, schedule) * graph.tokens * PART_VECTORS * schedule.op(op.name).ways
     gathers = sum(_gathered(plan, e, op, ref) for _, ref in prologue_values(op) if ref.value == e.name)
     remote = [ref for _, ref in kept_values(op) if ref.value == e.name and not is_local(op, ref, graph, schedule)]
     return gathers + sum(_kept(plan, e, op, ref) for ref in remote)
@@ -164,15 +169,20 @@ def _whole(plan: Plan, e: Exchange) -> int:
 
 
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
-    """A prologue's operand: at once, or in column chunks that every batch of row groups gathers anew."""
-    tiles, chunk = tiling(op), chunk_pieces(op, plan.graph, plan.schedule)
+    """A prologue's operand: at once, or those parts of its columns that a block multiplies, each at once or in chunks that
+    every batch of row groups gathers anew."""
+    tiles, chunk, ways = tiling(op), chunk_pieces(op, plan.graph, plan.schedule), plan.schedule.op(op.name).ways
     if chunk == tiles.pieces:
         whole = ref.features == plan.graph.value(ref.value).features
         return _whole(plan, e) if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)
-    width = chunk * tiles.tile_columns
-    starts = range(0, ref.features, width)
-    once = sum(_spanned(plan, e, ref.begin + at, ref.begin + min(at + width, ref.features)) for at in starts)
-    return once * max(1, ceil_div(own_groups(op, plan.schedule), plan.schedule.batch))
+    width, pieces = chunk * tiles.tile_columns, tiles.pieces // ways
+    once = []
+    for part in range(ways):
+        starts = range(part * pieces * tiles.tile_columns, min((part + 1) * pieces * tiles.tile_columns, ref.features), width)
+        once.append(sum(_spanned(plan, e, ref.begin + at, ref.begin + min(at + width, ref.features)) for at in starts))
+    again = plan.schedule.batch if chunk < pieces else tiles.groups
+    found = [[(part, max(1, ceil_div(last - first, again))) for part, first, last in parts] for parts in block_parts(op, plan.schedule)]
+    return max(sum(once[part] * times for part, times in parts) for parts in found)
 
 
 def _kept(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:

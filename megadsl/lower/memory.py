@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megadsl.diagnostics import collecting, declare, error
 from megadsl.dsl.overrides import Overrides
@@ -11,9 +12,10 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule
+from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
-from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT, largest_share
+from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
 from megadsl.source import Span
@@ -31,7 +33,6 @@ HELD = declare(
 )
 
 WARP_THREADS = 32
-CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in column chunks rather than squeezing the ring
 MIN_STAGES = 2
 ABORT_BYTES = 16
 UNIT_BYTES = 16  # 8 features of one token
@@ -81,15 +82,16 @@ def plan_memory(
 
 
 def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
-    """Tiles of a row group whose activations are gathered at once: what the schedule says, else all of them, unless they
-    would squeeze the ring."""
-    tiles, chosen = tiling(op), schedule.op(op.name).chunk
+    """Tiles of a row group whose activations are gathered at once: what the schedule says, else all of a part of the columns,
+    unless they would squeeze the ring."""
+    tiles, chosen, ways = tiling(op), schedule.op(op.name).chunk, schedule.op(op.name).ways
     if chosen:
         return chosen
     if needs_whole_rows(op):
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
-    fitting = [n for n in range(1, tiles.pieces + 1) if tiles.pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
+    pieces = tiles.pieces // ways
+    fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
     return max(fitting, default=1)
 
 
@@ -135,16 +137,33 @@ def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
     others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
     if isinstance(op, Attention):
         return 1 + others
-    tiles = tiling(op)
-    groups = own_groups(op, schedule)
-    runs = 1 if chunks[op.name] == tiles.pieces else groups * (tiles.pieces // chunks[op.name])
-    return runs + len(vectors(op)) + others
+    return _runs(op, schedule, chunks[op.name]) + len(vectors(op)) + others
+
+
+def _runs(op: Linear, schedule: Schedule, chunk: int) -> int:
+    """Most runs of tiles any block streams: one for each part of the columns; in chunks, one for each batch and chunk of it."""
+    chunks = tiling(op).pieces // schedule.op(op.name).ways // chunk
+    each = ((last - first for _, first, last in parts) for parts in block_parts(op, schedule))
+    return max(sum(min(n, 1) if chunks == 1 else ceil_div(n, schedule.batch) * chunks for n in parts) for parts in each)
+
+
+def block_parts(op: Linear, schedule: Schedule) -> list[list[tuple[int, int, int]]]:
+    """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
+    tiles, blocks, (shares, offset) = tiling(op), schedule.blocks, part_shares(op, schedule)
+    begins = [share_begin(shares, blocks, offset, i) * tiles.fold for i in range(blocks + 1)]
+    return [parts_of(tiles.groups, schedule.op(op.name).ways, begin, end) for begin, end in pairwise(begins)]
 
 
 def own_groups(op: Linear, schedule: Schedule) -> int:
-    """Most row groups of 8 any block owns."""
+    """Most row groups of 8 any block owns as features of the op's value."""
     tiles = tiling(op)
     return largest_share(tiles.shares, schedule.blocks, schedule.op(op.name).share_offset) * tiles.fold
+
+
+def own_part_groups(op: Linear, schedule: Schedule) -> int:
+    """Most row groups of 8, of all parts of the columns, any block multiplies."""
+    shares, offset = part_shares(op, schedule)
+    return largest_share(shares, schedule.blocks, offset) * tiling(op).fold
 
 
 def _most_stages(ring: Ring) -> int:

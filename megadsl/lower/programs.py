@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -143,6 +143,8 @@ def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
             yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
         case Linear():
             yield Phase(op.name, _title(op), op.span, tuple(_linear(builder, op, role)))
+            if builder.schedule.op(op.name).ways > 1:
+                yield Phase(op.name, f"{op.name}: add the parts of the columns", op.span, tuple(_add_parts(builder, op, role)))
         case Attention():
             yield Phase(op.name, _title(op), op.span, tuple(_attention(builder, op, role)))
             yield Phase(op.name, f"{op.name}: add the splits", op.span, tuple(_merge(builder, op, role)))
@@ -200,17 +202,25 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(kept_values(op)):
         if is_local(op, ref, builder.graph, builder.schedule):
             continue
-        yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index)
+        yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index, own=op.out)
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
     prologue = tuple(_prologue(builder, op, role, ring_role))
     site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
-    rotated = [p for p in op.parts if p.rope is not None]
+    split = builder.schedule.op(op.name).ways > 1
+    parts = _parts(builder, op) if split else {}
+    writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
-        Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (_staged(),),
+        Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": rotated[0].rope if rotated else None},
+        {"linear": op, "ring": ring_role, "rope": _rotated(op), "parts": "", **parts},
     )  # fmt: skip
+    if not split:
+        yield from _results(builder, op, role)
+
+
+def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+    """What becomes of an op's staged results, or of its logits."""
     if op.out is not None:
         yield _publish(builder, op, role, op.out)
         yield from _keep(builder, op, op.out)
@@ -218,10 +228,31 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         yield _argmax(builder, op, role)
 
 
+def _rotated(op: Linear) -> Rope | None:
+    return next((p.rope for p in op.parts if p.rope is not None), None)
+
+
+def _parts(builder: Builder, op: Linear) -> dict[str, object]:
+    parts = builder.exchange(f"{op.name}.parts")
+    return {"parts": parts.name, "parts_wire": parts.wire, "parts_round": sequence(builder, parts.name, op.name)}
+
+
+def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+    parts = builder.exchange(f"{op.name}.parts")
+    round_ = sequence(builder, parts.name, op.name)
+    site = builder.site(role, op.name, "exchange", f"tag of {parts.name} in round {round_}", op.span)
+    region = Region("exchange", parts.name, parts.level, round_)
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
+    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
+    yield from _results(builder, op, role)
+
+
 def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
-    """Barriers of mk::run_matrix."""
-    refill = () if builder.chunks[op.name] == tiling(op).pieces else ("refill",)
-    return (*refill, "gathered", "partials", *(("end",) if op.out is not None else ()))
+    """Barriers of mk::run_tiles."""
+    ways = builder.schedule.op(op.name).ways
+    refill = () if builder.chunks[op.name] * ways == tiling(op).pieces else ("refill",)
+    ends = op.out is not None if ways == 1 else builder.exchange(f"{op.name}.parts").wire == "Flag"
+    return (*refill, "gathered", "partials", *(("end",) if ends else ()))
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
@@ -241,7 +272,8 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **builder.polls(ref, whole))
+        polls = builder.polls(_at_once(builder, op, ref), whole)
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
 
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
@@ -263,6 +295,11 @@ def _rows(op: Linear) -> Iterator[Instr]:
     if len(op.prologue.args) > 1 or found or not _is_plain(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
         yield Instr(Verb.COMPUTE, "apply", op.name, op.span, None, (rows,), (rows,), args={"linear": op, "reductions": found})
+
+
+def _at_once(builder: Builder, op: Linear, ref: ValueRef) -> ValueRef:
+    """As many features as one gather brings: a part of the columns, or a chunk of them."""
+    return replace(ref, features=min(ref.features, builder.chunks[op.name] * tiling(op).tile_columns))
 
 
 def _is_plain(op: Linear) -> bool:
@@ -329,7 +366,8 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     round_ = sequence(builder, parts.name, op.name)
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
-    args = {"parts": parts.name, "wire": parts.wire, "round": round_}
+    at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)[1]
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "at_once": at_once}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)

@@ -8,6 +8,7 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
+from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
@@ -57,6 +58,11 @@ BAD_CHUNK = declare(
     "chunk of {op!r} is {chunk} tiles, a row group of it has {pieces}{why}",
     "choose a divisor of {pieces}, or 0 to let the compiler choose",
 )
+BAD_WAYS = declare(
+    "MK242",
+    "the columns of {op!r} cannot be split in {ways} parts: {why}",
+    "split a linear without a norm in front, in whole tiles: here {choices} parts are possible",
+)
 
 NO_RING = declare("MK178", "loader {role!r} has no ring", "give it one: s.ring({role!r}, stages=..., stage_bytes=..., window=...)")
 BAD_ROLES = declare(
@@ -90,9 +96,10 @@ L2_BYTES = 16  # the bulk prefetch's granule
 def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
     """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
     count = blocks if blocks is not None else best_blocks(graph, machine)
-    ops = tuple(_default_op(op, count) for op in graph.ops)
+    ops = tuple(_default_op(op, count, graph.tokens) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
-    parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in graph.ops if isinstance(op, Attention))
+    split = [op for op, how in zip(graph.ops, ops, strict=True) if isinstance(op, Attention) or how.ways > 1]
+    parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in split)
     return Schedule(
         arch=machine.arch,
         blocks=count,
@@ -121,16 +128,18 @@ def _largest_bytes(op: Linear, blocks: int) -> int:
     return ceil_div(tiles.shares, blocks) * tiles.share_bytes
 
 
-def _default_op(op: Op, blocks: int) -> OpSchedule:
+def _default_op(op: Op, blocks: int, tokens: int) -> OpSchedule:
     name = op.name
     if isinstance(op, Attention):
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
+    ways = default_ways(op, blocks, tokens, BATCH) if isinstance(op, Linear) else 1
     after = isinstance(op, Linear) and factored(op) is not None
-    return OpSchedule(name, LOADER, scale="after" if after else "before")
+    return OpSchedule(name, LOADER, ways=ways, scale="after" if after else "before")
 
 
 def balance(graph: Graph, schedule: Schedule) -> Schedule:
-    """Choose each linear's ``share_offset`` so that the blocks' cumulative bytes stay level from op to op.
+    """Choose each linear's ``share_offset`` (``part_offset`` where its columns are split) so that the blocks' cumulative bytes
+    stay level from op to op.
 
     Splitting n row groups over B blocks leaves some with one group more; rotating who that is keeps every block within
     about one row group of the mean at each meeting. Greedy over ops in program order; ops the user set are kept.
@@ -147,11 +156,13 @@ def balance(graph: Graph, schedule: Schedule) -> Schedule:
         kept = [ops[p] for p in _kept_from(op, graph) if p in done]
         if chosen.share_offset == 0 and kept and _shares(graph, kept[0].op) == tiles.shares:
             ops[op.name] = chosen = replace(chosen, share_offset=kept[0].share_offset)  # the residual stays in the block
-        elif chosen.share_offset == 0:
-            offsets = range(blocks) if tiles.shares % blocks else range(1)
-            best = min(offsets, key=lambda o: _peak(load, tiles.shares, o, tiles.share_bytes))
-            ops[op.name] = chosen = replace(chosen, share_offset=best)
-        load = _added(load, tiles.shares, chosen.share_offset, tiles.share_bytes)
+        elif chosen.share_offset == 0 and chosen.ways == 1:
+            ops[op.name] = chosen = replace(chosen, share_offset=_level(load, tiles.shares, tiles.share_bytes))
+        if chosen.ways > 1:
+            part = _level(load, tiles.shares * chosen.ways, tiles.share_bytes // chosen.ways)
+            ops[op.name] = chosen = replace(chosen, part_offset=part)
+        shares, offset = part_shares(op, replace(schedule, ops=tuple(ops.values())))
+        load = _added(load, shares, offset, tiles.share_bytes // chosen.ways)
         done.add(op.name)
     return replace(schedule, ops=tuple(ops[o.op] for o in schedule.ops))
 
@@ -167,21 +178,6 @@ def _kept_from(op: Linear, graph: Graph) -> list[str]:
     return [p.name for p in producers if isinstance(p, Linear)]
 
 
-def share_begin(n: int, parts: int, offset: int, i: int) -> int:
-    """First of ``n`` items owned by part ``i``; the device code's mk::share_begin."""
-    return (n * i + offset) // parts
-
-
-def share_owner(n: int, parts: int, offset: int, item: int) -> int:
-    """The part that owns ``item``; the device code's mk::share_owner."""
-    return ((item + 1) * parts - offset - 1) // n
-
-
-def largest_share(n: int, parts: int, offset: int) -> int:
-    """Most items any part owns."""
-    return max(share_begin(n, parts, offset, i + 1) - share_begin(n, parts, offset, i) for i in range(parts))
-
-
 def _added(load: list[int], shares: int, offset: int, share_bytes: int) -> list[int]:
     blocks = len(load)
     return [
@@ -190,8 +186,10 @@ def _added(load: list[int], shares: int, offset: int, share_bytes: int) -> list[
     ]
 
 
-def _peak(load: list[int], shares: int, offset: int, share_bytes: int) -> int:
-    return max(_added(load, shares, offset, share_bytes))
+def _level(load: list[int], shares: int, share_bytes: int) -> int:
+    """The offset that keeps the busiest block's load least."""
+    offsets = range(len(load)) if shares % len(load) else range(1)
+    return min(offsets, key=lambda o: max(_added(load, shares, o, share_bytes)))
 
 
 def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> None:
@@ -238,21 +236,37 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         if not 1 <= op.splits <= blocks:
             where = asked.said(default, "splits", op.op)
             found.add(BAD_COUNT, where, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
-        _check_chunk(graph, op, asked, found)
+        if _check_ways(graph, op, asked, found):
+            _check_chunk(graph, op, asked, found)
         linear = graph.op(op.op)
         if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
+
+
+def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> bool:
+    """Whether the columns can be split as the schedule says."""
+    op = graph.op(how.op)
+    why = why_whole(op) if isinstance(op, Linear) else "it is no linear"
+    pieces = tiling(op).pieces if isinstance(op, Linear) and not why else 1
+    if how.ways == 1 or (how.ways > 0 and pieces % how.ways == 0):
+        return True
+    choices = ", ".join(str(w) for w in range(1, pieces + 1) if pieces % w == 0)
+    where = asked.said(op.span, "ways", how.op)
+    found.add(BAD_WAYS, where, op=op.name, ways=how.ways, why=why or f"they are {pieces} tiles", choices=choices)
+    return False
 
 
 def _check_chunk(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> None:
     op = graph.op(how.op)
     if how.chunk == 0:
         return
-    pieces = tiling(op).pieces if isinstance(op, Linear) else 0
+    pieces = tiling(op).pieces // how.ways if isinstance(op, Linear) else 0
     whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
     if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
-        why = " and its prologue must see whole rows" if whole else ""
-        found.add(BAD_CHUNK, asked.said(op.span, "chunk", how.op), op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
+        parts = f" in each of the {how.ways} parts of its columns" if how.ways > 1 else ""
+        why = " and its prologue must see whole rows" if whole else parts
+        where = asked.said(op.span, "chunk", how.op)
+        found.add(BAD_CHUNK, where, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 
 def _having(feature: str) -> str:

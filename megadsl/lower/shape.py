@@ -8,7 +8,8 @@ import struct
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.exchanges import kept_locally, sharing
+from megadsl.lower.columns import part_shares
+from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.memory import Memory
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
@@ -37,11 +38,6 @@ def divisor_inverse(divisor: int) -> int:
     """mk::Divisor's multiplier as a signed 32-bit integer: 2^32 / divisor, rounded down, plus 1; 0 for 1."""
     inverse = 0 if divisor == 1 else (2**32 - 1) // divisor + 1
     return inverse - 2**32 if inverse >= 2**31 else inverse
-
-
-def merge_lanes(splits: int) -> int:
-    """Lanes that share one item of a merge: the least power of two that holds all splits, at most a warp."""
-    return min(32, 1 << (splits - 1).bit_length())
 
 
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
@@ -112,8 +108,8 @@ def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record
 def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
-        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, how.share_offset, op.rows, op.columns,
-        tiles.columns_padded, tiles.tile_columns, tiles.pieces, memory.chunk(op.name), how.prefetch.l2_bytes,
+        record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
+        op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name), how.prefetch.l2_bytes,
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
@@ -141,5 +137,5 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, 
         memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv,
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)
-    merge = (share.groups, share.share_offset, merge_lanes(how.splits))
+    merge = (share.groups, share.share_offset, merge_lanes(op, graph.tokens, schedule)[0])
     return [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megadsl.ir.graph import Attention, Embed, Graph, Op
 from megadsl.ir.schedule import Schedule
+from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import vectors
-from megadsl.lower.schedule import largest_share
 from megadsl.lower.tiling import tiling
 from megadsl.types import ceil_div
 
@@ -37,5 +37,6 @@ def _stages(op: Op, graph: Graph, schedule: Schedule) -> int:
         units = ceil_div(op.kv_heads * how.splits, schedule.blocks)
         return units * ceil_div(tiles, schedule.consumer.warps) * (1 + ceil_div(chunks, stage // (CHUNK_ROWS * op.head_dim * 4)))
     tiles_of = tiling(op)
-    rows = largest_share(tiles_of.shares, schedule.blocks, how.share_offset) * tiles_of.fold
-    return rows * tiles_of.pieces + len(vectors(op)) * ceil_div(2 * op.columns, stage)
+    shares, offset = part_shares(op, schedule)
+    rows = largest_share(shares, schedule.blocks, offset) * tiles_of.fold
+    return rows * tiles_of.pieces // how.ways + len(vectors(op)) * ceil_div(2 * op.columns, stage)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megadsl.build.host import DETECT
 from megadsl.diagnostics import MegadslError
-from megadsl.emulate.abi import PointRecord, Policy
+from megadsl.emulate.abi import PointRecord
 from megadsl.emulate.equivalent import argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
@@ -20,7 +20,7 @@ from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
 from megadsl.runtime.program import Program
 
-RECORDED_SEEDS = range(len(Policy))  # each policy once: paths that only some schedules take
+RECORDED_SEEDS = (0, 1, 4)  # all alike, a slow loader, a frozen block: waits that pass at once in one schedule do not in another
 PATIENCE = 20  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
 
 DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
@@ -95,7 +95,7 @@ class Judge:
         return list(found.values()), steps
 
     def judge(self, mutant: Mutant | WordMutant) -> Verdict:
-        """Run the mutant under each seed until something notices it. One that should be no mistake is put to each policy once."""
+        """Run the mutant under each seed until something notices it. One that should be no mistake is put to two of them."""
         manifest = self.subject.manifest
         if isinstance(mutant, Mutant):
             self.program.mutant = mutant
@@ -105,7 +105,7 @@ class Judge:
         argument = argument_for(mutant) if isinstance(mutant, Mutant) else ""
         self.changes = 0 if isinstance(mutant, Mutant) else 1
         try:
-            for seed in self.seeds[: len(Policy)] if argument else self.seeds:
+            for seed in self.seeds[:2] if argument else self.seeds:
                 killed_by, evidence = self._run(seed)
                 if killed_by:
                     return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))

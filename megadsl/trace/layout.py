@@ -12,11 +12,17 @@ from megadsl.lower.programs import instructions
 RECORD_BYTES = 16
 MOST_SITES = 1 << 12  # a record has 12 bits for a site
 
-_SIGNALS = {"publish": ("value", "round"), "argmax": ("value", "round"), "attention": ("parts", "parts_round")}
+_SIGNALS = {
+    "publish": ("value", "round"),
+    "argmax": ("value", "round"),
+    "attention": ("parts", "parts_round"),
+    "matrix": ("parts", "parts_round"),  # where its columns are split
+}
 _WAITS = {
     "gather": ("value", "round"),
     "attention": ("qkv", "qkv_round"),
     "merge": ("parts", "round"),
+    "add_parts": ("parts", "round"),
     "argmax": ("value", "round"),
 }  # what the kernel marks as a wait; the gather of a residual's rows is part of the gap before it
 
@@ -46,7 +52,7 @@ def describe(plan: Plan) -> dict[str, Any]:
                 phases.append(
                     {"name": own, "op": phase.op, "span": phase.span.short, "looped": looped, "sites": [instr.site], "loader": ""}
                 )
-            if instr.call in _SIGNALS:
+            if instr.call in _SIGNALS and instr.args[_SIGNALS[instr.call][0]]:
                 signals.append(_end(plan, instr, name, looped, *_SIGNALS[instr.call]))
             if instr.call in _WAITS:
                 whole = bool(instr.args.get("whole")) or instr.call == "argmax"

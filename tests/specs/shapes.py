@@ -37,3 +37,14 @@ def branches(cfg: Any, tokens: int = 1) -> mk.Tensor:
         v = mk.linear(mk.map("b - mean(b)", b=b), layer.weight("v", (cfg.hidden, cfg.hidden)))
         x = mk.map("x + u * sigmoid(v)", x=x, u=u, v=v)
     return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))
+
+
+@mk.kernel
+def plain(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """Layers without norms: the columns of all their linears can be split, folded rows among them."""
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    for layer in mk.layers(cfg.layers):
+        gate, up = mk.linear(x, layer.weight("gate", (cfg.inter, cfg.hidden)), layer.weight("up", (cfg.inter, cfg.hidden)))
+        h = mk.map("silu(gate) * up", gate=gate, up=up)
+        x = x + mk.linear(h, layer.weight("down", (cfg.hidden, cfg.inter)))
+    return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))

@@ -2,6 +2,7 @@
 #pragma once
 #include "megadsl/embed.h"
 #include "megadsl/merge.h"
+#include "megadsl/parts.h"
 #include "megadsl/prologue.h"
 #include "megadsl/rope.h"
 #include "megadsl/sample.h"

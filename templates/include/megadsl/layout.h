@@ -15,6 +15,11 @@ struct Divisor {
   u32 inverse;
   MK_DEV static Divisor of(u32 d) { return {d, d == 1 ? 0u : ~0u / d + 1}; }
   MK_DEV u32 divide(u32 n) const { return inverse == 0 ? n : u32(u64(n) * inverse >> 32); }
+  // Exact as long as dividend + divisor < 2^32: the product alone may be 1 too large.
+  MK_DEV u32 divide_any(u32 n) const {
+    const u32 quotient = divide(n);
+    return quotient * value > n ? quotient - 1 : quotient;
+  }
 };
 
 // First of `n` items owned by part `i`. `offset` < number of parts rotates which parts get one item more.

@@ -7,6 +7,8 @@
 // range 0 are columns 0..3 and tokens of range 1 columns 4..7: one mma per 512 bytes of weights, no register moved.
 // Rows are shared out in eights, which 132 blocks need; the same packed weights serve 1 to 16 tokens.
 // All warps split each tile by panels; their partial sums meet in shared memory once per batch of row groups.
+// The columns may be split as well (parts.h): then what is shared out over the blocks are the row groups of part 0, behind
+// them those of part 1, and so on, and a block gathers the columns of those parts alone that it has row groups of.
 #pragma once
 #include "megadsl/block.h"
 
@@ -18,37 +20,50 @@ struct LinearShape {
   i32 layer_stride;
   i32 groups;        // row groups of 8 packed rows
   i32 fold;          // row groups that make one feature group of 8: 2 where an epilogue folds two rows into one feature
-  i32 share_offset;
+  i32 share_offset;  // of the row groups of all parts of the columns
   i32 rows;          // packed rows that mean something; the rest are zeros
   i32 columns;       // input features
   i32 columns_padded;
   i32 tile_columns;
   i32 pieces;        // tiles per row group
-  i32 chunk_pieces;  // tiles per row group between two gathers of activations; `pieces` when the whole input fits
+  i32 ways;          // parts that the columns are split into, each of whole tiles
+  i32 chunk_pieces;  // tiles per row group between two gathers of activations; `pieces / ways` when the input fits
   i32 l2_bytes;      // bytes of the block's share to prefetch into L2
 };
 
 // Row groups of 8.
 using RowGroups = Share;
 
+// Row groups of all parts, those of part p counted from p * groups on.
 MK_DEV RowGroups own_groups(const Context& cx, const LinearShape& s) {
   const u32 fold = u32(s.fold);
-  const Share own = own_share(cx, u32(s.groups) / fold, u32(s.share_offset));
+  const Share own = own_share(cx, u32(s.groups) / fold * u32(s.ways), u32(s.share_offset));
   return {own.begin * fold, own.end * fold};
 }
 
-// Visits (batch, chunk): the loop nest that the loader and the consumers share. A block without rows still visits once,
-// since it takes part in every gather.
-template <u32 kBatch, class F>
-MK_DEV void for_each_pass(const LinearShape& s, RowGroups own, F f) {
-  const u32 chunks = u32(s.pieces) / u32(s.chunk_pieces);
+// Visits (part, row groups of it): the loop nest that the loader and the consumers share, with for_each_pass. A block without
+// rows still visits once, since it takes part in every gather. `ways` is the shape's, as a constant where it is known.
+template <class F>
+MK_DEV void for_each_part(const LinearShape& s, u32 ways, RowGroups own, F f) {
+  const u32 groups = u32(s.groups);
   if (own.begin == own.end && ptx::skips_zero_trips()) return;
+  u32 part = min_u32(own.begin / groups, ways - 1), first = own.begin - part * groups;
+#pragma unroll 1
+  do {
+    f(part, RowGroups{first, ways == 1 ? own.end : min_u32(own.end - part * groups, groups)});
+    ++part, first = 0;
+  } while (part < ways && part * groups < own.end);
+}
+
+// Visits (batch, chunk) of one part's row groups.
+template <class F>
+MK_DEV void for_each_pass(u32 batch, u32 chunks, RowGroups own, F f) {
   u32 first = own.begin;
   do {
-    const u32 last = min_u32(first + kBatch, own.end);
+    const u32 last = first + min_u32(batch, own.end - first);
 #pragma unroll 1
-    for (u32 chunk = 0; chunk < chunks; ++chunk) f(first, last, chunk, chunks);
-    first += kBatch;
+    for (u32 chunk = 0; chunk < chunks; ++chunk) f(first, last, chunk);
+    first = last;
   } while (first < own.end);
 }
 
@@ -127,18 +142,20 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
   }
 }
 
-// The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk.
-template <u32 kPanels_, u32 kPieces_>
+// The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk, parts
+// of the columns.
+template <u32 kPanels_, u32 kPieces_, u32 kWays_>
 struct Tiles {
   static constexpr u32 kPanels = kPanels_;
   static constexpr u32 kPieces = kPieces_;
+  static constexpr u32 kWays = kWays_;
 };
 
-// Consumes the tiles of row groups [first, last) of one chunk and leaves each group's partial sums. Where a group is one
-// tile, tiles of neighbouring groups go together.
+// Consumes the tiles of row groups [first, last) of one chunk (of all parts' chunks) and leaves each group's partial sums, or
+// adds them to those there. Where a group is one tile, tiles of neighbouring groups go together.
 template <class G, class B, class R>
-MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, smem_ptr<char> activations,
-                          smem_ptr<float> partials, i32 meeting, bool ends_op) {
+MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, bool add,
+                          smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op) {
   constexpr u32 kAtOnce = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
   constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
   constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kAtOnce == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
@@ -168,7 +185,7 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
     const u32 groups = kSingle ? count : 1;
 #pragma unroll
     for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i < groups) leave_partials(block, partials + (group - first + i) * B::kWarps * B::kTokens * kGroupRows, sums[i], chunk != 0);
+      if (i < groups) leave_partials(block, partials + (group - first + i) * B::kWarps * B::kTokens * kGroupRows, sums[i], add);
       sums[i] = TileSums<B::kTokens>();
     }
     group += groups, piece = 0;
@@ -222,38 +239,56 @@ MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 tu
 }
 
 // Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
-// its own where a buffer is reused); `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all of
-// them are there at the end. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves
-// last elements there.
-template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
-MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
-                       Scale scale = {}) {
+// its own where a buffer is reused); `finish(partials, first, count)` takes the warps' sums of row groups, counted from the
+// block's first; `settle()` is called once, before the barrier that the first of them follows. kEnds: the block meets behind the
+// last finish. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
+template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Settle, class Finish>
+MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Settle settle,
+                      Finish finish) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
+  const u32 chunks = u32(s.pieces) / (G::kPieces * G::kWays);
   u32 turn = 0;
-  float factor = 1.0f;
-  for_each_pass<kBatch>(s, own, [&](u32 first, u32 last, u32 chunk, u32 chunks) {
-    const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
-    if (chunks > 1 || first == own.begin) {
-      if (chunk != 0 || first != own.begin) block.sync();  // everybody is done with the activations before
-      trace(block.cx, Event::kWait, site, chunk);
-      gather(chunk * kChunkColumns, kChunkColumns);
-      block.sync();
-      trace(block.cx, Event::kReady, site, chunk);
-      block.meeting(smem.meeting, false);
-    }
-    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, smem.meeting, last == own.end && chunk + 1 == chunks);
-    trace(block.cx, Event::kTaken, site, reader.taken.now());
-    if (chunk + 1 == chunks) {
-      if (first == own.begin) scale.settle();
-      block.sync();
-      if (first == own.begin) factor = scale.factor(own_token(block));
-      finish_batch(block, partials, first, last, factor, epilogue);
-      turn ^= 1;
-    }
+  for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
+    for_each_pass(kBatch, chunks, groups, [&](u32 first, u32 last, u32 chunk) {
+      const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
+      const u32 item = part * u32(s.groups) + first, column = part * chunks + chunk;
+      const bool ends = chunk + 1 == chunks;
+      if (chunks > 1 || first == groups.begin) {
+        if (chunk != 0) block.sync();  // everybody is done with the activations before; behind a batch, the block has met
+        trace(block.cx, Event::kWait, site, column);
+        gather(column * kChunkColumns, kChunkColumns);
+        block.sync();
+        trace(block.cx, Event::kReady, site, column);
+        block.meeting(smem.meeting, false);
+      }
+      consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
+                       ends && item + (last - first) == own.end);
+      trace(block.cx, Event::kTaken, site, reader.taken.now());
+      if (ends) {
+        if (item == own.begin) settle();
+        block.sync();
+        finish(partials, item - own.begin, last - first);
+        turn ^= 1;
+      }
+    });
   });
-  if (kStages) block.sync();
+  if (kEnds) block.sync();
+}
+
+// A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all
+// of them are there at the end.
+template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
+                       Scale scale = {}) {
+  const u32 begin = own_groups(block.cx, s).begin;
+  float factor = 1.0f;
+  const auto settle = [&] { scale.settle(); };
+  run_tiles<kBatch, G, kStages>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
+    if (first == 0) factor = scale.factor(own_token(block));
+    finish_batch(block, partials, begin + first, begin + first + count, factor, epilogue);
+  });
 }
 
 }  // namespace mk

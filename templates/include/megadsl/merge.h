@@ -7,7 +7,7 @@ namespace mk {
 struct MergeShape {
   i32 groups;        // heads * head_dim / 8
   i32 share_offset;
-  i32 lanes;         // lanes that share an item: the power of two that holds all splits, at most 32
+  i32 lanes;         // lanes that share an item: a power of two, at most 32
 };
 
 // One lane's splits of an item: eight output features, weighted relative to a running maximum.
@@ -32,33 +32,55 @@ struct MergeState {
   }
 };
 
-// Polls the three vectors of one (unit, query row, feature group): eight values and {maximum, sum}.
-template <class Wire, class T>
-MK_DEV void poll_part(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, u32 unit, u32 row, u32 part, MergeState& state) {
-  const u32 base = unit * u32(parts.vectors) + row * T::kVectors;
-  const u32 at[3] = {base + part * 2, base + part * 2 + 1, base + T::kVectors - 1};
-  u32x4 v[3] = {};
-  wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+// Polls the three vectors of (unit, query row, feature group), eight values and {maximum, sum}, of `kCount` units at once, `stride`
+// apart and as long as they are less than `left` away.
+template <class Wire, class T, u32 kCount>
+MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, u32 unit, u32 stride, u32 left, u32 row,
+                       u32 part, MergeState& state) {
+  const auto wanted = [&](u32 i) { return i == 0 || i * stride < left; };
+  u32 at[kCount][3];
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    const u32 base = (unit + i * stride) * u32(parts.vectors) + row * T::kVectors;
+    at[i][0] = base + part * 2, at[i][1] = base + part * 2 + 1, at[i][2] = base + T::kVectors - 1;
+  }
+  u32x4 v[kCount][3] = {};
+  wait(cx, site, at[0][0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
-      observed = ptx::ld_acquire(round.flags + unit * kFlagStride);
-      if (!flag_covers(parts, observed, round.sequence) && !ptx::polls_fewer()) return false;
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        if (!wanted(i)) continue;
+        observed = ptx::ld_acquire(round.flags + (unit + i * stride) * kFlagStride);
+        if (!flag_covers(parts, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
+      }
     }
     bool all = true;
 #pragma unroll
-    for (u32 j = 0; j < 3; ++j) v[j] = ptx::ld_relaxed(round.vectors + at[j]);
+    for (u32 i = 0; i < kCount; ++i)
 #pragma unroll
-    for (u32 j = 0; j < 3; ++j)
-      if (!Wire::kFlagged && !(j == 0 && ptx::polls_fewer()) && !Wire::ready_f32(v[j], round.sequence)) observed = Wire::tag_f32(v[j]), all = false;
+      for (u32 j = 0; j < 3; ++j)
+        if (wanted(i)) v[i][j] = ptx::ld_relaxed(round.vectors + at[i][j]);
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i)
+#pragma unroll
+      for (u32 j = 0; j < 3; ++j)
+        if (wanted(i) && !Wire::kFlagged && !(i + j == 0 && ptx::polls_fewer()) && !Wire::ready_f32(v[i][j], round.sequence))
+          observed = Wire::tag_f32(v[i][j]), all = false;
     return all;
   });
-  const float values[8] = {Wire::value_f32(v[0].x), Wire::value_f32(v[0].y), Wire::value_f32(v[0].z), Wire::value_f32(v[0].w),
-                           Wire::value_f32(v[1].x), Wire::value_f32(v[1].y), Wire::value_f32(v[1].z), Wire::value_f32(v[1].w)};
-  state.add(Wire::value_f32(v[2].x), Wire::value_f32(v[2].y), values);
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    if (!wanted(i)) continue;
+    const u32x4(&x)[3] = v[i];
+    const float values[8] = {Wire::value_f32(x[0].x), Wire::value_f32(x[0].y), Wire::value_f32(x[0].z), Wire::value_f32(x[0].w),
+                             Wire::value_f32(x[1].x), Wire::value_f32(x[1].y), Wire::value_f32(x[1].z), Wire::value_f32(x[1].w)};
+    state.add(Wire::value_f32(x[2].x), Wire::value_f32(x[2].y), values);
+  }
 }
 
 // Merges the splits of this block's (feature group, token) items, `lanes` lanes to an item, in a fixed order, and stages
-// the bf16 results. Ends behind a barrier, ready for publish().
-template <class Wire, class T, class B>
+// the bf16 results. A lane polls kAtOnce splits together. Ends behind a barrier, ready for publish().
+template <class Wire, class T, u32 kAtOnce, class B>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
                       smem_ptr<char> staged) {
   constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
@@ -73,9 +95,9 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     const u32 head = group / kGroupsPerHead;
     MergeState state;
 #pragma unroll 1
-    for (u32 split = i % lanes; item < items && split < splits; split += lanes)
-      poll_part<Wire, T>(block.cx, site, parts, round, head / heads_per_kv * splits + split, head % heads_per_kv * kTokens + token,
-                         group % kGroupsPerHead, state);
+    for (u32 split = i % lanes; item < items && split < splits; split += lanes * kAtOnce)
+      poll_parts<Wire, T, kAtOnce>(block.cx, site, parts, round, head / heads_per_kv * splits + split, lanes, splits - split,
+                                   head % heads_per_kv * kTokens + token, group % kGroupsPerHead, state);
 #pragma unroll 1
     for (u32 mask = lanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
     if (item >= items || i % lanes != 0) continue;

@@ -18,10 +18,10 @@ struct TapeEntry {
   u32 bytes;         // of the run; of one cache chunk for kCache
   u32 step;          // bytes per stage
   u32 tile;          // number of the first tile, for reports
-  u32 repeats;       // kCache: times each unit's rows are streamed
+  u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed
   u64 policy;
-  u32 head_stride;   // kCache: 16-byte units; kGate: shared-memory offset of the gate
-  u32 units;         // kCache: KV heads * splits
+  u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate: shared-memory offset of the gate
+  u32 units;         // kCache: KV heads * splits; else tiles from run to run, for reports
   u32 splits;
   u32 spare;
 };
@@ -54,7 +54,7 @@ struct Tape {
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
     const u64 words[7] = {u32(e.kind) | u64(e.site) << 32, e.base | u64(e.layer_stride) << 32, e.bytes | u64(e.step) << 32,
-                          e.tile | u64(e.repeats) << 32,   e.policy,                           e.head_stride | u64(e.units) << 32,
+                          e.tile | u64(e.repeats) << 32,   e.policy,                           e.stride | u64(e.units) << 32,
                           e.splits};
 #pragma unroll
     for (u32 i = 0; i < 7; ++i) ptx::st_shared<u64>(to + i, words[i]);
@@ -73,22 +73,15 @@ struct Tape {
     add({Play::kWeights, site, u32(s.weights), u32(s.layer_stride), u32(s.bytes), R::kStageBytes, 0, 1, policy, 0, 0, 0, 0});
   }
 
-  // This block's tiles in the order the consumers take them. Tiles that follow each other in memory are one run.
+  // This block's tiles in the order the consumers take them: one entry per part of the columns, or per batch and chunk of it.
+  // Whole rows follow each other in memory and are one run.
   template <u32 kBatch>
   MK_DEV void matrix(u32 site, const LinearShape& s, u64 policy) {
-    const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), chunk_pieces = u32(s.chunk_pieces);
-    const RowGroups own = own_groups(cx, s);
-    const auto run = [&](u32 tile, u32 tiles) {
-      add({Play::kWeights, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), tiles * tile_bytes, tile_bytes, tile, 1,
-           policy, 0, 0, 0, 0});
-    };
-    if (chunk_pieces == pieces) {
-      if (own.begin < own.end) run(own.begin * pieces, (own.end - own.begin) * pieces);
-      return;
-    }
-    for_each_pass<kBatch>(s, own, [&](u32 first, u32 last, u32 chunk, u32) {
-#pragma unroll 1
-      for (u32 group = first; group < last; ++group) run(group * pieces + chunk * chunk_pieces, chunk_pieces);
+    const u32 ways = u32(s.ways), chunks = u32(s.pieces) / ways / u32(s.chunk_pieces);
+    for_each_part(s, ways, own_groups(cx, s), [&](u32 part, RowGroups own) {
+      for_each_pass(chunks == 1 ? ~0u : kBatch, chunks, own, [&](u32 first, u32 last, u32 chunk) {
+        rows(Play::kWeights, site, s, {first, last}, part * chunks + chunk, u32(s.chunk_pieces), ~0u, policy);
+      });
     });
   }
 
@@ -100,12 +93,13 @@ struct Tape {
          u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), 0});
   }
 
-  // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring.
+  // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring, at most of one part of the columns.
   MK_DEV void prefetch(const LinearShape& s) {
-    const RowGroups own = own_groups(cx, s);
-    const u32 group_bytes = u32(s.tile_columns) * u32(s.pieces) * kGroupRows * 2;
-    const u32 bytes = min_u32(u32(s.l2_bytes), (own.end - own.begin) * group_bytes);
-    add({Play::kPrefetch, 0, u32(s.weights) + own.begin * (group_bytes / 16), u32(s.layer_stride), bytes, R::kStageBytes, 0, 1, 0, 0, 0, 0, 0});
+    bool first = true;
+    for_each_part(s, u32(s.ways), own_groups(cx, s), [&](u32 part, RowGroups own) {
+      if (first) rows(Play::kPrefetch, 0, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
+      first = false;
+    });
   }
 
   // What follows waits until the consumers have begun the op.
@@ -124,21 +118,31 @@ struct Tape {
 #pragma unroll 1
       for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
 #pragma unroll 1
-        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit) : weight_run(e));
+        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit) : weight_run(e, pass), cached ? 0 : pass * e.units);
     }
   }
 
  private:
-  MK_DEV Run weight_run(const TapeEntry& e) const {
-    return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer) * 16, e.bytes};
+  // Of each of the row groups, tiles [index * count, index * count + count); at most `most` bytes of them all.
+  MK_DEV void rows(Play kind, u32 site, const LinearShape& s, RowGroups own, u32 index, u32 count, u32 most, u64 policy) {
+    const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), groups = own.end - own.begin;
+    if (own.begin >= own.end) return;
+    const bool whole = count == pieces;
+    const u32 tile = own.begin * pieces + index * count, bytes = min_u32((whole ? groups : 1) * count * tile_bytes, most);
+    add({kind, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), bytes,
+         kind == Play::kPrefetch ? R::kStageBytes : tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
+         pieces * (tile_bytes / 16), pieces, 0, 0});
+  }
+  MK_DEV Run weight_run(const TapeEntry& e, u32 pass) const {
+    return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
     const Unit unit = attention_unit(e.splits, index, kv_len);
-    const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.head_stride) * unit.head;
+    const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
-  MK_DEV void stream(const TapeEntry& e, Run run) {
-    u32 tile = e.tile;
+  MK_DEV void stream(const TapeEntry& e, Run run, u32 tiles_before) {
+    u32 tile = e.tile + tiles_before;
 #pragma unroll 1
     for (u32 done = 0; done < run.bytes; done += e.step, ++tile) {
       const u32 bytes = min_u32(e.step, run.bytes - done);
@@ -149,7 +153,7 @@ struct Tape {
     }
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
-    const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.head_stride);
+    const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
     trace_begin(cx);
     wait(cx, e.site, 0, cx.layer + 1, [&](u32& observed) {
       observed = ptx::ld_shared_volatile(gate);

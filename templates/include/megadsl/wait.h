@@ -46,9 +46,10 @@ MK_DEV void tell_all(const Context& cx) {
   ptx::st_shared_volatile(cx.abort_word, 1u);
 }
 
-// The cold end of a wait, inlined at every site and therefore short. The first waiter that is late writes the record. The
-// error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
-MK_DEV bool give_up(const Context& cx, u32 site, u32 tile, u32 expected, u32 observed) {
+// The cold end of a wait: one function for all sites, out of the hot code's way. The first waiter that is late writes the
+// record. The error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
+// `cx` is a copy: a reference would keep the caller's in memory.
+MK_NOINLINE bool give_up(const Context cx, u32 site, u32 tile, u32 expected, u32 observed) {
   const bool late = ptx::globaltimer() > ptx::ld_shared<u64>(cx.deadline());
   if (!late && ptx::ld_relaxed(&cx.control->abort) == 0) return false;
   if (late && ptx::atom_cas(&cx.control->error, kErrorNone, kErrorWriting) == kErrorNone) {

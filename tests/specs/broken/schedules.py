@@ -264,3 +264,21 @@ def role_without_warps(s: ScheduleBlock) -> None:
     s.role("consumer")  # type: ignore[call-arg]
     # MK220 `s.role(` | missing 1 required keyword-only argument: 'warps' | call it as ScheduleBlock.role(
     # mend: "consumer") => "consumer", «warps»=8)
+
+
+def parts_of_one_tile(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=2)
+    # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
+    # mend: ways=2 => ways=«1»
+
+
+def parts_behind_a_norm(s: ScheduleBlock) -> None:
+    s["qkv_proj"].columns(ways=2)
+    # MK242 `s["qkv_proj"].columns(` | in 2 parts: its prologue must see whole rows | split a linear without a norm in front
+    # mend: ways=2 => ways=1
+
+
+def no_parts(s: ScheduleBlock) -> None:
+    s["o_proj"].columns(ways=0)
+    # MK150 `s["o_proj"].columns(` | columns ways = 0 is not an integer of at least 1 | give a whole number
+    # mend: ways=0 => ways=1
