@@ -273,6 +273,14 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
   }
 }
 
+// All parts of a unit are stored: with flags, says so.
+template <class Wire, class B>
+MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 unit) {
+  chaos(block.cx, Place::kSignal, u32(e.flags), unit);
+  if (Wire::kFlagged && block.thread == 0) ptx::st_release(exchange_round(block.buffers, e, sequence).flags + unit * kFlagStride, sequence);
+  trace(block.cx, Event::kEnd, site, unit);
+}
+
 // Consumer side of attention for all units of this block.
 template <class QkvWire, class PartWire, class T, class P, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
@@ -285,7 +293,8 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
-    block.sync(), trace(block.cx, Event::kReady, ring_site, u);
+    block.sync();
+    trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
@@ -322,14 +331,13 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
       }
-      trace(block.cx, Event::kTaken, ring_site, reader.taken.now()), block.sync(), trace(block.cx, Event::kParts, ring_site, u);
+      trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
+      block.sync();
+      trace(block.cx, Event::kParts, ring_site, u);
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
-    chaos(block.cx, Place::kSignal, u32(parts.flags), u);
-    if (PartWire::kFlagged && block.thread == 0)
-      ptx::st_release(exchange_round(block.buffers, parts, parts_sequence).flags + u * kFlagStride, parts_sequence);
-    trace(block.cx, Event::kEnd, ring_site, u);
+    end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
   // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what
