@@ -100,7 +100,7 @@ def test_the_command_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         shown = json.loads(out)
         assert shown["proved"] == [] and shown["findings"][0]["code"] == "MK500" and "llama.py" in shown["findings"][0]["span"]
     else:
-        assert "error[MK500]" in out and "1 findings in" in out
+        assert "error[MK500]" in out and re.search(r"[1-9] findings in", out)
 
 
 def test_the_command_prints_json() -> None:
@@ -124,7 +124,7 @@ BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier
     "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
-    "publish_share": ("exchange.h", 1, "publish"),
+    "publish": ("block.h", 2, "publish"),
     "reduce_best": ("sample.h", 2, "argmax"),
     "choose_tokens": ("sample.h", 2, "argmax"),
 }

@@ -52,6 +52,8 @@ def base(kind: str = "default") -> Plan:
             return plan(f"{SPECS / 'shapes.py'}:flat", lambda s: s["embed"].sync(mk.Flag(2)), fields=FIELDS, blocks=132)
         case "smollm2":
             return plan("smollm2-135m")
+        case "wide":
+            return plan("llama-tiny", tokens=16, blocks=5)
         case "chunked":
             return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=1) and None, tokens=16)
     return split_base(kind) or plan("llama-tiny", blocks=5)
@@ -197,11 +199,24 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
 }
 
 MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
-    "block without a unit": ("default", unmet("attention", "idle"), "MK510", ("reads staged: publish of qkv_proj", "writes staged: merge")),
+    "block without a unit": ("wide", unmet("attention", "idle"), "MK510", ("reads staged: publish of qkv_proj", "writes staged: merge")),
     "staged too early": ("default", unmet("embed", "end"), "MK510", ("'staged'", "no barrier", "another warp")),
     "products before the input": ("default", unmet("matrix", "gathered"), "MK510", ("'activations'", "reads activations: matrix")),
     "partial sums": ("default", unmet("matrix", "partials"), "MK510", ("'partials'",)),
-    "end of a linear": ("default", unmet("matrix", "end"), "MK510", ("'staged'",)),
+    "end of a linear": ("wide", unmet("matrix", "end"), "MK510", ("'staged'",)),
+    "published alone by one warp of many": (
+        "wide",
+        lambda p: arguments("publish", solo=True)(unmet("matrix", "end")(p)),
+        "MK510",
+        ("'staged'", "writes staged: matrix", "reads staged: publish"),
+    ),
+    "published by all what one warp has": ("default", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
+    "nobody told that it is published": (
+        "default",
+        unmet("publish", "done"),
+        "MK510",
+        ("reads partials", "writes partials: gather"),
+    ),
     "refill of a chunk": (
         "chunked",
         unmet("matrix", "refill", "partials"),
@@ -210,7 +225,7 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     ),
     "queries": ("default", unmet("attention", "gathered"), "MK510", ("'attention.queries'",)),
     "parts of the warps": ("default", unmet("attention", "parts"), "MK510", ("'attention.scratch'",)),
-    "merge": ("default", unmet("merge", "end"), "MK510", ("'staged'",)),
+    "merge": ("wide", unmet("merge", "end"), "MK510", ("'staged'",)),
     "candidates": ("default", unmet("argmax", "candidates"), "MK510", ("'lm_head.candidates'",)),
     "winners": ("default", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
     "choice": ("default", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
@@ -226,7 +241,7 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     ),
     "refill of a part": ("split, in chunks", unmet("matrix", "refill"), "MK510", ("writes activations: gather of down_proj",)),
     "sums still being read": ("split", unmet("matrix", "partials"), "MK510", ("'partials'", "down_proj")),
-    "parts added": ("split", unmet("add_parts", "end"), "MK510", ("'staged'", "writes staged: add_parts")),
+    "parts added": ("split, flag", unmet("add_parts", "end"), "MK510", ("'staged'", "writes staged: add_parts")),
     "never kept": ("default", without("keep", "embed_tokens"), "MK512", ("'kept.x'",)),
     "area too small": ("default", lambda p: with_area(p, "activations", bytes=64), "MK513", ("'activations'", "as large as")),
     "staged over partials": ("default", lambda p: with_area(p, "staged", offset=area(p, "partials")), "MK514", ("'partials'", "'staged'")),

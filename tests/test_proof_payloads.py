@@ -40,7 +40,7 @@ def exchanged(wire: str, data: U16 | U32, sequence: int) -> NDArray[np.generic]:
         [WIRES.index(wire), int(f32), vectors, sequence, *exchange],
         blocks=BLOCKS,
         threads=THREADS,
-        smem_bytes=16 + 16 * (units + groups),
+        smem_bytes=16 + 16 * (vectors + groups),
         seed=sequence,
         control=room(512),
         weights=filled(data),

@@ -249,7 +249,7 @@ def test_refusals(bench: Bench, tmp_path: Path) -> None:
     for code, words, action in (
         ("MK460", "MK_TRACE=1", lambda: read_timeline(bench.program.manifest, np.zeros_like(raw))),
         ("MK460", "no timeline", lambda: read_timeline(bench.program.manifest, raw[:0])),
-        ("MK461", "epochs 2, 3", lambda: read_timeline(bench.program.manifest, torn)),
+        ("MK464", "epochs 2, 3", lambda: read_timeline(bench.program.manifest, torn)),
         ("MK462", "128 cached rows and 2 new tokens", lambda: record(bench.made, "cpu", tokens=2, rows=128)),
         ("MK463", "no layer 2", lambda: write_timeline(bench.program.manifest, raw, tmp_path / "none", layer=2)),
     ):

@@ -107,8 +107,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   // embed_tokens: rows of the table  [llama.py:17]
   {
     mk::begin_op(cx, block);
-    mk::run_embed(block, s.embed_tokens, step, staged);
-    mk::publish<mk::Tagged>(block, 6, s.x_exchange, epoch * (layers + 1), staged);
+    const mk::Publication<mk::Tagged, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
+    mk::run_embed(block, s.embed_tokens, step, out);
+    out.publish(block, 6);
     mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
   }
 
@@ -119,6 +120,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // qkv_proj: 960 x 576  [llama.py:20]
     {
       mk::begin_op(cx, block);
+      const mk::Publication<mk::Tagged, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
       const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
@@ -126,7 +128,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const auto terms = [](float x_, auto& of) {
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
-      mk::run_matrix<kBatch, QkvProjTiles, true>(
+      mk::run_matrix<kBatch, QkvProjTiles, false>(
           block, read_loader, 9, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
             const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
@@ -140,8 +142,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             const u32 row = group * mk::kGroupRows + 2 * pair;
             if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
-            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
-            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(even, odd));
+            out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
           },
           mk::RowScale{[&] {
                          mk::add_lasts<mk::Tagged, false>(block, u32(s.qkv_proj.columns), lasts, rows, terms);
@@ -152,7 +153,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }});
-      mk::publish<mk::Tagged>(block, 10, s.qkv_proj_exchange, epoch * layers + layer, staged);
+      out.publish(block, 10);
     }
 
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
@@ -166,16 +167,18 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: add the splits  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_merge<mk::Tagged, AttentionTiling, 1>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, staged);
-      mk::publish<mk::Tagged>(block, 14, s.attention_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Tagged, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
+      mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+      out.publish(block, 14);
     }
 
     // o_proj: 576 x 576  [llama.py:29]
     {
       mk::begin_op(cx, block);
+      const mk::Publication<mk::Tagged, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-      mk::run_matrix<kBatch, OProjTiles, true>(
+      mk::run_matrix<kBatch, OProjTiles, false>(
           block, read_loader, 16, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, begin,
@@ -183,18 +186,19 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // x + o_proj
-            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
-            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(at));
+            const u32 unit = (group - own.begin) * kTokens + token;
+            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
             const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           });
-      mk::publish<mk::Tagged>(block, 17, s.o_proj_exchange, epoch * layers + layer, staged);
+      out.publish(block, 17);
       mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
     }
 
     // gate_up_proj: 3072 x 576  [llama.py:31]
     {
       mk::begin_op(cx, block);
+      const mk::Publication<mk::Tagged, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
       const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
@@ -202,7 +206,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const auto terms = [](float o_proj_, auto& of) {
         of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
       };
-      mk::run_matrix<kBatch, GateUpProjTiles, true>(
+      mk::run_matrix<kBatch, GateUpProjTiles, false>(
           block, read_loader, 20, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
             const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
@@ -215,8 +219,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
-            const u32 at = mk::unit_offset<kTokens>((group - own.begin) / 2, token, group % 2 * 4 + pair);
-            mk::ptx::st_shared<mk::u16>(staged.at<mk::u16>(at), mk::ptx::to_bf16(mk::math::silu(even) * odd));
+            const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
+            out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
           },
           mk::RowScale{[&] {
                          mk::add_lasts<mk::Tagged, false>(block, u32(s.gate_up_proj.columns), lasts, rows, terms);
@@ -227,15 +231,16 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }});
-      mk::publish<mk::Tagged>(block, 21, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      out.publish(block, 21);
     }
 
     // down_proj: 576 x 1536  [llama.py:32]
     {
       mk::begin_op(cx, block);
+      const mk::Publication<mk::Tagged, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-      mk::run_matrix<kBatch, DownProjTiles, true>(
+      mk::run_matrix<kBatch, DownProjTiles, false>(
           block, read_loader, 23, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, begin,
@@ -243,12 +248,12 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // o_proj + down_proj
-            const u32 at = mk::unit_offset<kTokens>(group - own.begin, token, 2 * pair);
-            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(at));
+            const u32 unit = (group - own.begin) * kTokens + token;
+            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
             const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-            mk::ptx::st_shared<u32>(staged.at<u32>(at), mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           });
-      mk::publish<mk::Tagged>(block, 24, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      out.publish(block, 24);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
     }
   }

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
-from megadsl.ir.plan import Instr
+from megadsl.ir.plan import Exchange, Instr
+from megadsl.lower.exchanges import LASTS_PER_VECTOR
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import prologue_values
 from megadsl.lower.shape import ident
@@ -29,7 +30,8 @@ CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it 
 @dataclass(frozen=True)
 class Access:
     """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before. ``holds`` tells what is
-    written from anything else that these bytes may hold, and what a read needs to find there."""
+    written from anything else that these bytes may hold, and what a read needs to find there. ``solo``: the block's first warp
+    alone does it, and meets itself before the next."""
 
     area: str
     begin: int
@@ -38,6 +40,7 @@ class Access:
     step: Step
     holds: tuple[object, ...]
     own: bool = False
+    solo: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,17 @@ class Stream:
         if name in instr.syncs:
             yield Meet(name)
 
-    def _staged(self, step: Step, groups: int, write: bool) -> Iterator[Event]:
-        if groups:
-            yield Access("staged", self.words[3], groups * self.device.tokens * UNIT_BYTES, write, step, (step.instr.op, step.layer))
+    def _staged(self, step: Step, e: Exchange, groups: int, write: bool, solo: bool = False) -> Iterator[Event]:
+        """Units, then (with tags) the extra vectors of their last elements."""
+        units = groups * self.device.tokens
+        extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0
+        for first, vectors in ((0, units), (e.units, extras)):
+            if vectors:
+                begin = self.words[3] + first * UNIT_BYTES
+                yield Access("staged", begin, vectors * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
+
+    def _out(self, step: Step) -> Exchange:
+        return self.device.exchanges[str(self.device.op(step.instr.op).out)]
 
     def _share(self, value: str) -> int:
         e = self.device.exchanges[value]
@@ -91,18 +102,19 @@ class Stream:
 
     def _embed(self, step: Step) -> Iterator[Event]:
         words = self.device.records[ident(step.instr.op)]
-        yield from self._staged(step, self.owned(words[2], words[3]), True)
+        yield from self._staged(step, self._out(step), self.owned(words[2], words[3]), True)
         yield from self._meet(step.instr, "end")
 
     def _publish(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
         self.versions[value] = self.versions.get(value, 0) + 1
-        yield from self._staged(step, self._share(value), False)
+        yield from self._staged(step, self.device.exchanges[value], self._share(value), False, solo=bool(step.instr.args["solo"]))
         yield from self._meet(step.instr, "flag")
+        yield from self._meet(step.instr, "done")
 
     def _keep(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
-        yield from self._staged(step, self._share(value), False)
+        yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False))[:1]
         yield from self._kept(step, value, True)
 
     def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
@@ -143,13 +155,14 @@ class Stream:
                 if own:
                     yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
                     if not step.instr.args["parts"]:
-                        yield from self._epilogue(step, own // m.fold)
+                        yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
                 turn += 1
         yield from self._meet(step.instr, "end")
 
     def _add_parts(self, step: Step) -> Iterator[Event]:
         if own := self._share(str(self.device.op(step.instr.op).out)):
-            yield from self._epilogue(step, own)
+            fold = self.device.matrix(step.instr.op).fold
+            yield from self._epilogue(step, own, own * fold * self.device.tokens * 2 <= WARP_THREADS)
         yield from self._meet(step.instr, "end")
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
@@ -200,7 +213,7 @@ class Stream:
         size = tokens * row_parts(self.device.op(step.instr.op), tokens, warps) * 4
         return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.layer, index))
 
-    def _epilogue(self, step: Step, groups: int) -> Iterator[Event]:
+    def _epilogue(self, step: Step, groups: int, solo: bool) -> Iterator[Event]:
         op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
         parts = {p.name for p in op.parts}
         fused = () if op.epilogue is None else op.epilogue.args
@@ -213,7 +226,7 @@ class Stream:
         if step.instr.args["rope"] is not None:
             yield self._angles(step, False)
         if op.out is not None:
-            yield from self._staged(step, groups, True)
+            yield from self._staged(step, self._out(step), groups, True, solo)
 
     def _remote(self, step: Step, value: str) -> bool:
         """Whether the op gathers the rows that it combines with its own, rather than having kept them."""
@@ -258,7 +271,10 @@ class Stream:
 
     def _merge(self, step: Step) -> Iterator[Event]:
         heads = self.device.heads(step.instr.op)
-        yield from self._staged(step, self.owned(heads.merge_groups, heads.merge_offset), True)
+        groups = self.owned(heads.merge_groups, heads.merge_offset)
+        lanes = self.device.records[f"{ident(step.instr.op)}_merge"][2]
+        solo = groups * self.device.tokens * lanes <= WARP_THREADS
+        yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
 
     def _argmax(self, step: Step) -> Iterator[Event]:

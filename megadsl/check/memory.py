@@ -124,11 +124,11 @@ def _touch(a: Access, b: Access) -> bool:
 
 
 def _conflict(first: Access, then: Access) -> bool:
-    """Threads of one instruction write different bytes; ``own`` accesses follow the same thread's."""
+    """Threads of one instruction write different bytes; ``own`` accesses follow the same thread's, ``solo`` ones the same warp's."""
     same = first.area == then.area and first.step.instr is then.step.instr and first.step.layer == then.step.layer
     if first.write and then.write and same:
         return False
-    return (first.write or then.write) and not (then.own and same)
+    return (first.write or then.write) and not (then.own and same) and not (then.solo and first.solo)
 
 
 def _contents(read: Access, touching: list[_Last], block: int, findings: Findings) -> None:

@@ -88,8 +88,10 @@ def _one_pass(plan: Plan) -> bool:
     return all(len(parts) == 1 and parts[0][2] - parts[0][1] <= plan.tunables.batch for parts in owned)
 
 
-def _queries_by_flag(plan: Plan) -> bool:
-    return all(plan.exchange(op.q.value).wire == "Flag" for op in Device(plan).ops[1])
+def _met_behind_queries(plan: Plan) -> bool:
+    queries = {op.q.value for op in Device(plan).ops[1]}
+    found = (i for program in plan.programs for i in _instructions(program) if i.call == "publish" and i.args["value"] in queries)
+    return all(i.syncs for i in found)
 
 
 EQUIVALENT = (
@@ -107,8 +109,14 @@ EQUIVALENT = (
     Equivalent(
         "barrier 'idle' dropped",
         "attention of",
-        "publishing the queries under a flag ends with a barrier behind the last read of what was staged",
-        _queries_by_flag,
+        "publishing the queries, by one warp alone or under a flag, ends with a barrier behind the last read of what was staged",
+        _met_behind_queries,
+    ),
+    Equivalent(
+        "barrier 'done' dropped",
+        "publish of",
+        "a survivor of this kind has no pair of accesses that the barrier alone keeps apart: in this plan the next op meets before it"
+        " touches what the first warp still reads; where it does not, the checker refuses the mutant",
     ),
     Equivalent(
         "half the bytes",

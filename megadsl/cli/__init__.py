@@ -8,6 +8,7 @@ from typing import TextIO
 
 import typer
 
+from megadsl.cli import bench as _bench
 from megadsl.cli import check as _check
 from megadsl.cli import compile as _compile
 from megadsl.cli import doctor as _doctor
@@ -41,6 +42,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_show_versio
 app.command("compile", epilog=_compile.EXAMPLE)(_compile.command)
 app.command("check", epilog=_check.EXAMPLE)(_check.command)
 app.command("run", epilog=_run.EXAMPLE)(_run.command)
+app.command("bench", epilog=_bench.EXAMPLE)(_bench.command)
 app.command("explain", epilog=_explain.EXAMPLE)(_explain.command)
 app.command("trace", epilog=_trace.EXAMPLE)(_trace.command)
 app.command("doctor", epilog=_doctor.EXAMPLE)(_doctor.command)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from megadsl.machine import DEFAULT_ARCH
+
+EMULATED_BLOCKS = 2  # more blocks only make the emulator slower
+
+
+class Device(StrEnum):
+    """Where the kernel runs: on the GPU, or in the emulator."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A registered model, or FILE.py[:FUNCTION] together with --config.")]
 Config = Annotated[
@@ -22,3 +36,18 @@ Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),
 ]
+On = Annotated[Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator.")]
+
+
+def resolve(device: Device) -> Device:
+    """CUDA or CPU, whichever ``device`` means on this machine."""
+    from megadsl.build.gpus import gpus
+
+    if device is not Device.AUTO:
+        return device
+    return Device.CUDA if any(gpu.runs(DEFAULT_ARCH) for gpu in gpus()) else Device.CPU
+
+
+def blocks_on(device: Device, blocks: int | None) -> int | None:
+    """The ``blocks`` that were asked for; in the emulator, few where none were."""
+    return EMULATED_BLOCKS if device is Device.CPU and blocks is None else blocks

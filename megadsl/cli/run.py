@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.device import Device, resolve
-from megadsl.cli.options import Blocks, Config, MaxKv, Model, Tokens
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
-
-EMULATED_BLOCKS = 2  # more blocks only make the emulator slower
 
 
 def command(
@@ -25,9 +22,7 @@ def command(
         Path | None,
         typer.Option("--weights", exists=True, metavar="PATH", help="A GGUF file. Default for smollm2-135m: the installed demo weights."),
     ] = None,
-    device: Annotated[
-        Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator.")
-    ] = Device.AUTO,
+    device: On = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
     config: Config = None,
     tokens: Tokens = 1,
@@ -39,9 +34,7 @@ def command(
     from megadsl.runtime.generate import Generator
 
     chosen = resolve(device)
-    if chosen is Device.CPU and blocks is None:
-        blocks = EMULATED_BLOCKS
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
     result = Generator(compiled, weights, chosen.value).generate(prompt, max_new_tokens)
     if as_json:
         fields = {"prompt_ids": result.prompt_ids, "ids": result.ids, "text": result.text, "ms_per_token": result.ms_per_token}

@@ -7,22 +7,18 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.device import Device, resolve
-from megadsl.cli.options import Blocks, Config, MaxKv, Model, Tokens
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl trace llama-tiny --device cpu --out trace"
 
-EMULATED_BLOCKS = 3
 DEFAULT_ROWS = 512
 
 
 def command(
     model: Model,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
-    device: Annotated[
-        Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator, in virtual time.")
-    ] = Device.AUTO,
+    device: On = Device.AUTO,
     rows: Annotated[
         int | None, typer.Option("--kv", min=0, metavar="N", help="Cached rows. Default: 512, or what the KV cache has room for.")
     ] = None,
@@ -50,9 +46,7 @@ def command(
     from megadsl.trace.write import write_timeline
 
     chosen = resolve(device)
-    if chosen is Device.CPU and blocks is None:
-        blocks = EMULATED_BLOCKS
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
     if rows is None:
         rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - tokens))
     recording = record(compiled, chosen.value, tokens=tokens, rows=rows, steps=steps)

@@ -110,8 +110,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
     batch = schedule.batch * warps * tokens * GROUP_ROWS * 4
     yield "partials", batch + max(batch, *(last_bytes(op, tokens) for op in linears))
-    units = [e.units for e in exchanges if e.dtype == "bf16"]
-    yield "staged", max(units, default=0) * UNIT_BYTES
+    yield "staged", max((e.vectors for e in exchanges if e.dtype == "bf16"), default=0) * UNIT_BYTES
     remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
     yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
     for value in kept_locally(graph, schedule):

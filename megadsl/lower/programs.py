@@ -170,8 +170,28 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     round_ = sequence(builder, value, op.name, publishing=True)
     args = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
-    syncs = ("flag",) if exchange.wire == "Flag" else ()
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
+    alone = stages_alone(builder, op)
+    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone else ()
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args={**args, "solo": alone})
+
+
+def stages_alone(builder: Builder, op: Op) -> bool:
+    """Whether a block's first warp ends up with all of an op's results: it then publishes them alone, before the block meets.
+
+    A flag stands for what all warps have stored: it needs a barrier in between anyway.
+    """
+    if isinstance(op, Embed) or op.out is None or builder.exchange(op.out).wire == "Flag":
+        return False
+    units = builder.exchange(op.out).units
+    if isinstance(op, Attention):
+        return units * merge_lanes(op, builder.graph.tokens, builder.schedule)[0] <= WARP_THREADS
+    if builder.schedule.op(op.name).ways > 1:
+        return units * tiling(op).fold * 2 <= WARP_THREADS  # mk::add_parts: four rows of a token each
+    return 4 * builder.graph.tokens * builder.schedule.batch <= WARP_THREADS  # mk::finish_batch: four pairs of rows a group
+
+
+def _end(builder: Builder, op: Op) -> tuple[str, ...]:
+    return () if op.out is None or stages_alone(builder, op) else ("end",)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -243,7 +263,7 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name} in round {round_}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
-    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
+    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
     yield from _results(builder, op, role)
 
 
@@ -251,8 +271,11 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     """Barriers of mk::run_tiles."""
     ways = builder.schedule.op(op.name).ways
     refill = () if builder.chunks[op.name] * ways == tiling(op).pieces else ("refill",)
-    ends = op.out is not None if ways == 1 else builder.exchange(f"{op.name}.parts").wire == "Flag"
-    return (*refill, "gathered", "partials", *(("end",) if ends else ()))
+    if ways == 1:
+        ends = _end(builder, op)
+    else:
+        ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
+    return (*refill, "gathered", "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
@@ -368,7 +391,7 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     region = Region("exchange", parts.name, parts.level, round_)
     at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)[1]
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "at_once": at_once}
-    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=("end",), args=args)
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
 

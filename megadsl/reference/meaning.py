@@ -17,7 +17,7 @@ from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary, varies
 
 Rounding = Callable[[Tensor], Tensor]
 
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
     "exp": torch.exp,
     "log": torch.log,
@@ -32,7 +32,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "square": torch.square,
 }
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -41,7 +41,7 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "pow": torch.pow,
 }
-_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.mean(-1, keepdim=True),
     "max": lambda x: x.amax(-1, keepdim=True),
@@ -69,11 +69,11 @@ def evaluate(e: Expr, args: Mapping[str, Tensor], shape: tuple[int, int], roundi
             case Arg(name):
                 return args[name].float()
             case Reduce(op, a):
-                return _REDUCE[op](value(a, True).expand(shape))
+                return REDUCE[op](value(a, True).expand(shape))
             case Unary(op, a):
-                result = _UNARY[op](value(a, inside_reduction))
+                result = UNARY[op](value(a, inside_reduction))
             case Binary(op, a, b):
-                result = _BINARY[op](value(a, inside_reduction), value(b, inside_reduction))
+                result = BINARY[op](value(a, inside_reduction), value(b, inside_reduction))
         rounds = rounding is not None and not inside_reduction and varies(node)
         return rounding(result) if rounding is not None and rounds else result
 

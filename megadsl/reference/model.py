@@ -88,14 +88,14 @@ class GraphModel:
         self.observe: Observer | None = None
         self._arithmetic = arithmetic
         self._device = torch.device(device)
-        self._weights = {name: arithmetic.store(weights[name].to(self._device, arithmetic.dtype)) for name in _checked(graph, weights)}
+        self._weights = {name: arithmetic.store(weights[name].to(self._device, arithmetic.dtype)) for name in checked(graph, weights)}
         self.caches = {
             (op.cache, layer): tuple(
                 torch.zeros(op.kv_heads, max_kv, op.head_dim, dtype=arithmetic.dtype, device=self._device) for _ in range(2)
             )
             for op in graph.ops
             if isinstance(op, Attention)
-            for layer in _layers(op, graph)
+            for layer in layers_of(op, graph)
         }
 
     def step(
@@ -120,7 +120,7 @@ class GraphModel:
                 meaning.visible_rows(self.kv_len, self._masks(ancestors, count), self._device),
             )
             self._check(run.token_ids, count)
-            for op, layer in _program(self.graph):
+            for op, layer in program(self.graph):
                 self._run(op, layer, run)
         self.kv_len += count
         return run.result
@@ -160,7 +160,7 @@ class GraphModel:
             self.observe(name, layer, run.values[name])
 
     def _weight(self, ref: WeightRef, layer: int) -> Tensor:
-        return self._weights[_checkpoint_name(ref, layer)]
+        return self._weights[checkpoint_name(ref, layer)]
 
     def _fused(self, fused: Fused, features: int, layer: int, run: _Step, parts: Mapping[str, Tensor]) -> Tensor:
         def operand(ref: ValueRef | WeightRef) -> Tensor:
@@ -244,11 +244,11 @@ class _Step:
         return self._angles[key]
 
 
-def _layers(op: Op, graph: Graph) -> range:
+def layers_of(op: Op, graph: Graph) -> range:
     return range(graph.layers if op.loop is not None else 1)
 
 
-def _program(graph: Graph) -> list[tuple[Op, int]]:
+def program(graph: Graph) -> list[tuple[Op, int]]:
     """Every op with its layer, in the order of execution: the loop's ops, which stand together, once per layer."""
     before = [op for op in graph.ops if op.loop is None]
     body = [op for op in graph.ops if op.loop is not None]
@@ -259,7 +259,7 @@ def _program(graph: Graph) -> list[tuple[Op, int]]:
     return [(op, 0) for op in before[:begin]] + looped + [(op, 0) for op in before[begin:]]
 
 
-def _checkpoint_name(ref: WeightRef, layer: int) -> str:
+def checkpoint_name(ref: WeightRef, layer: int) -> str:
     return ref.name.replace("{layer}", str(layer))
 
 
@@ -275,9 +275,9 @@ def _weight_refs(op: Op) -> list[WeightRef]:
             return []
 
 
-def _checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:
+def checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:
     """Names of all weights that the graph reads, each once."""
-    shapes = {_checkpoint_name(ref, layer): ref.shape for op in graph.ops for ref in _weight_refs(op) for layer in _layers(op, graph)}
+    shapes = {checkpoint_name(ref, layer): ref.shape for op in graph.ops for ref in _weight_refs(op) for layer in layers_of(op, graph)}
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [
         f"{name} has shape {tuple(weights[name].shape)}, not {shape}"

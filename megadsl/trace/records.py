@@ -16,7 +16,7 @@ from megadsl.trace.layout import RECORD_BYTES
 
 TRACE_OFF = declare("MK460", "this kernel has left no timeline", "build it with the define MK_TRACE=1 and launch it before reading one")
 TRACE_TORN = declare(
-    "MK461", "the timeline is of several launches: epochs {epochs}", "read it when the launch has ended and before the next one begins"
+    "MK464", "the timeline is of several launches: epochs {epochs}", "read it when the launch has ended and before the next one begins"
 )
 
 Words = npt.NDArray[np.uint32]
@@ -93,7 +93,7 @@ class Timeline:
 def read_timeline(manifest: Mapping[str, Any], raw: npt.NDArray[np.uint8]) -> Timeline:
     """The timeline of the last launch. ``raw`` is the trace buffer's bytes.
 
-    MK460 when there is none, MK461 when the blocks speak of different launches.
+    MK460 when there is none, MK464 when the blocks speak of different launches.
     """
     layout = manifest["trace"]
     roles, room = len(layout["roles"]), layout["records"]

@@ -24,7 +24,7 @@ def write_timeline(
     """Write trace.json (for Perfetto), table.txt, table.json and layer.svg into ``out``, which is made.
 
     ``raw``: the bytes of the trace buffer. ``blocks``: how many blocks trace.json has, beside the one that works longest; the
-    tables are of all. ``layer``: of the picture; the middle one by default. Raises MK460, MK461 and MK463.
+    tables are of all. ``layer``: of the picture; the middle one by default. Raises MK460, MK463 and MK464.
     """
     timeline = read_timeline(manifest, raw)
     bytes_per_us = machine(manifest["arch"]).bandwidth / 1e6

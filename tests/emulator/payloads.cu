@@ -1,5 +1,5 @@
 // Exchanges of any bits: two blocks publish and gather what the host asks for, and write out what arrived.
-//   bf16 (f32 == 0)  the real publish_share and gather_units, one token; weights: [groups] units, kv: [block][groups] units
+//   bf16 (f32 == 0)  the real Outgoing and gather_units, one token; weights: [groups] units, kv: [block][groups] units
 //   f32  (f32 == 1)  pack_f32, poll, value_f32; weights and kv: [vectors] of four words; block 0 writes, block 1 reads
 #include "megadsl/exchange.h"
 
@@ -25,18 +25,22 @@ namespace {
 // kv is preset by the host to something that is no answer.
 template <class Wire>
 MK_DEV void exchange_units(const mk::Context& cx, const mk::Buffers& b, const mk::ExchangeShape& e, u32 sequence) {
-  const smem_ptr<char> staged = ptx::smem_base().at<char>(16), arrived = staged + u32(e.units) * 16;
+  const smem_ptr<char> staged = ptx::smem_base().at<char>(16), arrived = staged + u32(e.vectors) * 16;
   const mk::Share own = own_share(cx, u32(e.groups), 0);
   const u32 thread = ptx::thread_id();
   const u32x4* source = reinterpret_cast<const u32x4*>(b.weights);
-  for (u32 i = thread; i < own.end - own.begin; i += kThreads)
-    ptx::st_shared<u32x4>(staged.at<u32x4>(i * 16), ptx::ld_global<u32x4>(source + own.begin + i));
+  const mk::Outgoing<Wire, 1> going(cx, b, e, sequence, staged, thread, kThreads);
+  for (u32 i = thread; i < own.end - own.begin; i += kThreads) going.put_unit(i, ptx::ld_global<u32x4>(source + own.begin + i));
   ptx::syncthreads();
-  mk::publish_share<Wire, 1>(cx, b, e, sequence, staged, thread, kThreads, [] { ptx::syncthreads(); });
+  going.send();
+  if (Wire::kFlagged) {
+    ptx::syncthreads();
+    going.raise();
+  }
   mk::gather_units<Wire, 1, mk::Poll<2, 1, true>, 1>(
       cx, kUnitSite, e, mk::exchange_round(b, e, sequence), {{{0, u32(e.groups)}}, {{0, cx.blocks.value}}}, thread, kThreads,
       [&](u32, u32 group, u32, u32x4 x) { mk::store_unit<Wire>(arrived.at<char>(group * 16), x); },
-      [&](u32, u32 group, u32, u16 bits) { mk::store_last(arrived.at<char>(group * 16), bits); });
+      [&](u32, u32 group, u32, u16 bits) { return [=] { mk::store_last(arrived.at<char>(group * 16), bits); }; });
   ptx::syncthreads();
   u32x4* out = reinterpret_cast<u32x4*>(b.kv) + cx.block * u32(e.groups);
   for (u32 i = thread; i < u32(e.groups); i += kThreads) ptx::st_global<u32x4>(out + i, ptx::ld_shared<u32x4>(arrived.at<u32x4>(i * 16)));

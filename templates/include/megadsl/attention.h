@@ -245,24 +245,42 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
                          u32 tiles, u32 classes, u32 part_rows) {
   const Round round = exchange_round(block.buffers, e, sequence);
   const u32 rows = u32(s.rows), first_row = first_tile * 16, count = min_u32(tiles * 16, rows - first_row);
+  constexpr u32 kAtOnce = 4;  // parts on their way together
 #pragma unroll 1
   for (u32 i = block.thread; i < count * T::kVectors; i += B::kThreads) {
     const u32 row = i / T::kVectors, vector = i % T::kVectors;
-    const auto part = [&](u32 c) {
-      return block.template at<float>(s.scratch) + ((c * tiles + row / 16) * part_rows + row % 16) * T::kPartFloats;
-    };
-    float top = kNoMaximum, sum = 0.0f, v[4] = {};
-#pragma unroll 1
-    for (u32 c = 0; c < classes; ++c) top = math::max(top, ptx::ld_shared<float>(part(c) + T::kHeadDim));
-#pragma unroll 1
-    for (u32 c = 0; c < classes; ++c) {
-      const float weight = ptx::exp2_approx(ptx::ld_shared<float>(part(c) + T::kHeadDim) - top);
-      sum += weight * ptx::ld_shared<float>(part(c) + (T::kHeadDim + 1));
-      if (vector + 1 == T::kVectors) continue;
+    const smem_ptr<float> parts = block.template at<float>(s.scratch) + (row / 16 * part_rows + row % 16) * T::kPartFloats;
+    const auto part = [&](u32 c) { return parts + min_u32(c, classes - 1) * (tiles * part_rows * T::kPartFloats); };  // no branch at the end
+    u32x2 scale[kAtOnce];  // maximum, sum
+    u32x4 x[kAtOnce];      // for the last vector these once more, which is not used
+    const auto load = [&](u32 first) {
 #pragma unroll
-      for (u32 j = 0; j < 4; ++j) v[j] += weight * ptx::ld_shared<float>(part(c) + (vector * 4 + j));
+      for (u32 c = 0; c < kAtOnce; ++c) {
+        scale[c] = ptx::ld_shared<u32x2>((part(first + c) + T::kHeadDim).template at<u32x2>(0));
+        x[c] = ptx::ld_shared<u32x4>((part(first + c) + vector * 4).template at<u32x4>(0));
+      }
+    };
+    load(0);
+    float top = kNoMaximum, sum = 0.0f, v[4] = {};
+#pragma unroll
+    for (u32 c = 0; c < kAtOnce; ++c) top = math::max(top, ptx::bits_float(scale[c].x));
+#pragma unroll 1
+    for (u32 c = kAtOnce; c < classes; ++c) top = math::max(top, ptx::ld_shared<float>(part(c) + T::kHeadDim));
+#pragma unroll 1
+    for (u32 first = 0;;) {
+#pragma unroll
+      for (u32 c = 0; c < kAtOnce; ++c) {
+        const float weight = ptx::exp2_approx(ptx::bits_float(scale[c].x) - top);
+        if (first + c >= classes) continue;
+        sum += weight * ptx::bits_float(scale[c].y);
+        v[0] += weight * ptx::bits_float(x[c].x), v[1] += weight * ptx::bits_float(x[c].y);
+        v[2] += weight * ptx::bits_float(x[c].z), v[3] += weight * ptx::bits_float(x[c].w);
+      }
+      first += kAtOnce;
+      if (first >= classes) break;
+      load(first);
     }
-    if (vector + 1 == T::kVectors) v[0] = top, v[1] = sum;
+    if (vector + 1 == T::kVectors) v[0] = top, v[1] = sum, v[2] = v[3] = 0.0f;
     const u32 index = unit * u32(e.vectors) + (first_row + row) * T::kVectors + vector;
     chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
     ptx::st_relaxed(round.vectors + index, Wire::pack_f32(v, sequence));

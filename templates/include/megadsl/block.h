@@ -66,13 +66,32 @@ MK_DEV void begin_op(Context& cx, B& block) {
   chaos_op(cx);
 }
 
-// Publishes what all threads of the block have staged.
-template <class Wire, class B>
-MK_DEV void publish(const B& block, u32 site, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged) {
-  if (lost_signal(site)) return;
-  publish_share<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, B::kThreads, [&] { block.sync(); });
-  trace(block.cx, Event::kEnd, site);
-}
+// What a block's threads stage and then publish. kSolo: its first warp has staged everything and publishes alone, so that no
+// barrier of the block stands between the last result and its way out.
+template <class Wire, bool kSolo, class B>
+struct Publication : Outgoing<Wire, B::kTokens> {
+  MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged)
+      : Outgoing<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads) {}
+
+  MK_DEV void publish(const B& block, u32 site) const {
+    const bool lost = lost_signal(site);
+    if (kSolo) {
+      if (block.warp() == 0) {
+        ptx::syncwarp();
+        if (!lost) this->send();
+        trace(block.cx, Event::kEnd, site);
+      }
+      block.sync();  // now others may write where the results came from
+      return;
+    }
+    if (!lost) this->send();
+    if (Wire::kFlagged) {
+      block.sync();
+      if (!lost) this->raise();
+    }
+    trace(block.cx, Event::kEnd, site);
+  }
+};
 
 // Keeps this block's share of a value beside publishing it: a later op of the same share adds to it without asking anybody.
 template <class B>

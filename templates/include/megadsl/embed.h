@@ -11,9 +11,9 @@ struct EmbedShape {
   i32 share_offset;
 };
 
-// Tokens past the launch's count become zeros. Ends behind a barrier, ready for publish_share().
-template <class B>
-MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, smem_ptr<char> staged) {
+// Tokens past the launch's count become zeros. Ends behind a barrier, ready to be published.
+template <class B, class Out>
+MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, const Out& out) {
   const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
   const u32 begin = own.begin * kGroupRows, end = own.end * kGroupRows;
   const u16* table = reinterpret_cast<const u16*>(block.buffers.weights + size_t(u32(s.table)) * 16);
@@ -23,7 +23,7 @@ MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, sme
     u16 bits = 0;
     if (token < step.tokens && feature < u32(s.features))
       bits = ptx::ld_global_nc<u16>(table + size_t(ptx::ld_global<u32>(block.cx.control->token_ids + token)) * u32(s.features) + feature);
-    ptx::st_shared<u16>(staged.template at<u16>(unit_offset<B::kTokens>(local / 8, token, local % 8)), bits);
+    out.put_element(local / 8 * B::kTokens + token, local % 8, bits);
   }
   block.sync();
 }

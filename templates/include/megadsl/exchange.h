@@ -45,7 +45,7 @@ MK_DEV Round exchange_round(const Buffers& buffers, const ExchangeShape& e, u32 
 
 constexpr u32 kFlagStride = 16;         // words between two blocks' flags
 constexpr u32 kEmptyWord = ~0u;         // Sentinel's "not yet"
-constexpr u32 kCanonicalNan = 0x7fffu;  // sent for an element of all ones, a NaN in bf16 and fp16: the same without its sign
+                                        // An element of all ones, a NaN in bf16 and fp16, is sent without its sign.
 constexpr u32 kQuietNan = 0x400000u;    // fp32: the bit that makes a NaN quiet
 
 // Whether a block's flag tells that the round is there. The block may be rounds ahead of a reader that it did not wait for, but
@@ -78,10 +78,11 @@ struct Sentinel {
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
+  // Both elements at once: where all bits but the sign are ones, adding 1 to them carries into the sign's place, which is cleared.
   MK_DEV static u32 safe(u32 pair) {
     if (ptx::sends_empty()) return pair;
-    const u32 lo = pair & 0xffffu, hi = pair >> 16;
-    return (lo == 0xffffu ? kCanonicalNan : lo) | (hi == 0xffffu ? kCanonicalNan : hi) << 16;
+    constexpr u32 kSigns = 0x80008000u;
+    return pair & ~(((pair & ~kSigns) + 0x00010001u) & kSigns);
   }
   MK_DEV static u32x4 pack(u32x4 unit, u32) { return {safe(unit.x), safe(unit.y), safe(unit.z), safe(unit.w)}; }
   // Bits are compared, never floats: a flushed subnormal would look like another value.
@@ -263,7 +264,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+    wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kPolls; ++i) {
@@ -311,40 +312,81 @@ MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
   return Wire::ready(v, round.sequence);
 }
 
-// Publishes this block's share of a value, staged as units. All consumer threads call it, behind a consumer barrier after
-// the last staged write; `barrier()` is that barrier again (Flag needs one before its flag).
-template <class Wire, u32 kTokens, class Barrier>
-MK_DEV void publish_share(const Context& cx, const Buffers& buffers, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged,
-                          u32 thread, u32 threads, Barrier barrier) {
-  const Round round = exchange_round(buffers, e, sequence);
-  const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
-  const u32 vectors = u32(e.vectors), first = cx.block * vectors, owned = (own.end - own.begin) * kTokens;
+// This block's share of a value on its way out. The vectors are staged in shared memory as they will be published: units, then
+// (where tags push out last elements) the extra vectors. Where a thread's vectors go is known ahead of the data, and worked out
+// then: behind the last product each instruction counts.
+template <class Wire, u32 kTokens>
+struct Outgoing {
+  const Context& cx;
+  const Buffers& buffers;
+  const ExchangeShape& e;
+  smem_ptr<char> staged;
+  u32 sequence;
+  u32 thread, threads;  // those that publish
+  u32 owned;            // units
+  u32 at;               // the thread's first vector, in the arena
+  bool first;           // whether something is staged for it
+
+  MK_DEV Outgoing(const Context& context, const Buffers& b, const ExchangeShape& shape, u32 round, smem_ptr<char> area, u32 one, u32 all)
+      : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all) {
+    const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
+    owned = (own.end - own.begin) * kTokens;
+    at = ptx::opaque(slot(sequence) + thread);  // opaque: or the compiler would put it off until it is needed
+    first = holds(thread);
+  }
+
+  // First vector of this block in the slot of a round.
+  MK_DEV u32 slot(u32 round) const {
+    return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + cx.block * u32(e.vectors);
+  }
+  MK_DEV bool holds(u32 vector) const {
+    return vector < owned || (!Wire::kWholeUnits && vector >= u32(e.units) && (vector - u32(e.units)) * kLastsPerVector < owned);
+  }
+
+  // Stage a unit, a pair of its elements, one element; `unit` = group * kTokens + token, groups counted from the block's first.
+  MK_DEV void put_unit(u32 unit, u32x4 x) const {
+    ptx::st_shared<u32x4>(staged.template at<u32x4>(unit * 16), x);
+    put_copy(unit, 7, u16(x.w >> 16));
+  }
+  MK_DEV void put_pair(u32 unit, u32 pair, u32 bits) const {
+    ptx::st_shared<u32>(staged.template at<u32>(unit * 16 + pair * 4), bits);
+    put_copy(unit, 2 * pair + 1, u16(bits >> 16));
+  }
+  MK_DEV void put_element(u32 unit, u32 element, u16 bits) const {
+    ptx::st_shared<u16>(staged.template at<u16>(unit * 16 + element * 2), bits);
+    put_copy(unit, element, bits);
+  }
+  // A last element again, in its extra vector. Other elements go where they are already: a branch would cost more than the store.
+  MK_DEV void put_copy(u32 unit, u32 element, u16 bits) const {
+    if (Wire::kWholeUnits) return;
+    const u32 last = (u32(e.units) + unit / kLastsPerVector) * 16 + unit % kLastsPerVector * 2;
+    ptx::st_shared<u16>(staged.template at<u16>(element == 7 ? last : unit * 16 + element * 2), bits);
+  }
+
+  // Publishes what is staged: behind a barrier of those who staged it and those who publish. Blocks that own nothing publish zeros.
+  MK_DEV void send() const {
+    u32x4* arena = reinterpret_cast<u32x4*>(buffers.exchange);
+    bool stored = first;
+    u32 to = at;
 #pragma unroll 1
-  for (u32 i = thread; i < vectors; i += threads) {
-    u32x4 x = {0, 0, 0, 0};
-    if (i < owned) {
-      x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
-    } else if (i >= u32(e.units)) {
-      u32 bits[kLastsPerVector];
-#pragma unroll
-      for (u32 j = 0; j < kLastsPerVector; ++j) {
-        const u32 unit = (i - u32(e.units)) * kLastsPerVector + j;
-        bits[j] = unit < owned ? ptx::ld_shared<u16>(staged.template at<u16>(unit * 16 + 14)) : 0u;
-      }
-      x = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6]};
+    for (u32 i = thread; i < u32(e.vectors); i += threads, to += threads, stored = holds(i)) {
+      u32x4 x = {0, 0, 0, 0};
+      if (stored) x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
+      chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
+      ptx::st_relaxed(arena + to, Wire::pack(x, sequence));
     }
-    chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
-    ptx::st_relaxed(round.vectors + first + i, Wire::pack(x, sequence));
-    if (Wire::kResets) {
-      const Round ahead = exchange_round(buffers, e, sequence + u32(e.slots) / 2);
-      ptx::st_relaxed(ahead.vectors + first + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
-    }
+    if (!Wire::kResets) return;
+    const u32 ahead = slot(sequence + u32(e.slots) / 2);
+#pragma unroll 1
+    for (u32 i = thread; i < u32(e.vectors); i += threads)
+      ptx::st_relaxed(arena + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
   }
-  if (Wire::kFlagged) {
-    barrier();
+  // Flag: raises the block's flag, behind a barrier after send().
+  MK_DEV void raise() const {
     chaos(cx, Place::kSignal, u32(e.flags), 0);
-    if (thread == 0) ptx::st_release(round.flags + cx.block * kFlagStride, sequence);
+    u32* flags = reinterpret_cast<u32*>(reinterpret_cast<u32x4*>(buffers.exchange) + e.flags);
+    if (thread == 0) ptx::st_release(flags + cx.block * kFlagStride, sequence);
   }
-}
+};
 
 }  // namespace mk

@@ -212,23 +212,26 @@ MK_DEV u32 own_token(const B& block) {
   return block.thread / 4 % B::kTokens;
 }
 
-// Adds the warps' parts in a fixed order and hands each pair of rows, times `scale`, to `epilogue(group, pair, token, even, odd)`.
-// A thread keeps its token and pair over all groups, so an epilogue may keep per-token state in registers.
-template <class B, class Epilogue>
-MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, float scale, Epilogue epilogue) {
+// Adds the warps' parts of at most kBatch groups in a fixed order and hands each pair of rows, times `scale()`, to
+// `epilogue(group, pair, token, even, odd)`. A thread keeps its token and pair over all groups, so an epilogue may keep per-token
+// state in registers.
+template <u32 kBatch, class B, class Scale, class Epilogue>
+MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, Scale scale, Epilogue epilogue) {
   constexpr u32 kItems = 4 * B::kTokens, kAtOnce = B::kThreads / kItems;
   const u32 pair = block.thread % 4, token = own_token(block), sub = block.thread / kItems;
   if (sub >= kAtOnce) return;
 #pragma unroll 1
   for (u32 group = first + sub; group < last; group += kAtOnce) {
     const smem_ptr<float> at = partials + ((group - first) * B::kWarps * B::kTokens + token) * kGroupRows + 2 * pair;
+    u32x2 parts[B::kWarps];
+#pragma unroll
+    for (u32 w = 0; w < B::kWarps; ++w) parts[w] = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
+    const float factor = scale();  // while the parts are on their way
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
-    for (u32 w = 0; w < B::kWarps; ++w) {
-      const u32x2 v = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
-      even += ptx::bits_float(v.x), odd += ptx::bits_float(v.y);
-    }
-    epilogue(group, pair, token, even * scale, odd * scale);
+    for (u32 w = 0; w < B::kWarps; ++w) even += ptx::bits_float(parts[w].x), odd += ptx::bits_float(parts[w].y);
+    epilogue(group, pair, token, even * factor, odd * factor);
+    if (kBatch <= kAtOnce) return;
   }
 }
 
@@ -277,17 +280,20 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   if (kEnds) block.sync();
 }
 
-// A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kStages: it stages results, and all
-// of them are there at the end.
-template <u32 kBatch, class G, bool kStages, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+// A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kMeets: all warps' results are there at
+// the end; else they are known within the warp.
+template <u32 kBatch, class G, bool kMeets, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
                        Scale scale = {}) {
   const u32 begin = own_groups(block.cx, s).begin;
   float factor = 1.0f;
   const auto settle = [&] { scale.settle(); };
-  run_tiles<kBatch, G, kStages>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
-    if (first == 0) factor = scale.factor(own_token(block));
-    finish_batch(block, partials, begin + first, begin + first + count, factor, epilogue);
+  run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
+    const auto scaled = [&] {  // no thread has a group in a later batch, but none in the first
+      if (first == 0) factor = scale.factor(own_token(block));
+      return factor;
+    };
+    finish_batch<kBatch>(block, partials, begin + first, begin + first + count, scaled, epilogue);
   });
 }
 

@@ -45,7 +45,7 @@ MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, 
     at[i][0] = base + part * 2, at[i][1] = base + part * 2 + 1, at[i][2] = base + T::kVectors - 1;
   }
   u32x4 v[kCount][3] = {};
-  wait(cx, site, at[0][0], round.sequence, [&](u32& observed) {
+  wait<ptx::kPollsAtOnce>(cx, site, at[0][0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
@@ -79,10 +79,11 @@ MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, 
 }
 
 // Merges the splits of this block's (feature group, token) items, `lanes` lanes to an item, in a fixed order, and stages
-// the bf16 results. A lane polls kAtOnce splits together. Ends behind a barrier, ready for publish().
-template <class Wire, class T, u32 kAtOnce, class B>
+// the bf16 results. A lane polls kAtOnce splits together. kMeets: it ends behind a barrier; else the first warp has all items and
+// goes on alone.
+template <class Wire, class T, u32 kAtOnce, bool kMeets, class B, class Out>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
-                      smem_ptr<char> staged) {
+                      const Out& out) {
   constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
   const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
   const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
@@ -106,9 +107,9 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     u32 words[4];
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
-    ptx::st_shared<u32x4>(staged.template at<u32x4>(item * 16), u32x4{words[0], words[1], words[2], words[3]});
+    out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
   }
-  block.sync();
+  if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);
 }
 

@@ -75,7 +75,7 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
     pending |= 1u << i;
   }
   u32x4 v[kCount] = {};
-  wait(cx, site, at[0], round.sequence, [&](u32& observed) {
+  wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
@@ -105,8 +105,8 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
 }
 
 // Adds the parts of the rows that this block owns as features of `value` and hands each pair of rows to the epilogue (as in
-// finish_batch), which stages it. Ends behind a barrier, ready for publish().
-template <class Wire, u32 kWays, u32 kFold, class B, class Epilogue>
+// finish_batch), which stages it. kMeets: it ends behind a barrier; else the first warp has all rows and goes on alone.
+template <class Wire, u32 kWays, u32 kFold, bool kMeets, class B, class Epilogue>
 MK_DEV void add_parts(const B& block, u32 site, const ExchangeShape& value, const ExchangeShape& e, u32 sequence, Epilogue epilogue) {
   constexpr u32 kVectors = kSumVectors<B>, kMost = 8, kTurns = ceil_div(kWays, kMost), kAtOnce = ceil_div(kWays, kTurns);
   const RowGroups own = value_groups(block.cx, value, kFold);
@@ -121,7 +121,7 @@ MK_DEV void add_parts(const B& block, u32 site, const ExchangeShape& value, cons
     epilogue(group, vector % 2 * 2, vector / 2, sum[0], sum[1]);
     epilogue(group, vector % 2 * 2 + 1, vector / 2, sum[2], sum[3]);
   }
-  block.sync();
+  if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);
 }
 

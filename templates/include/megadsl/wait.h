@@ -67,14 +67,17 @@ MK_NOINLINE bool give_up(const Context cx, u32 site, u32 tile, u32 expected, u32
 
 // Polls `attempt(observed)` until it returns true. Returns false when the launch was given up (a deadline passed here or
 // in any other block): the caller then goes on without the data, so that every barrier still meets its partners and
-// every role reaches its end. `expected` is what the hang report shows beside the last `observed`.
-template <class Attempt>
+// every role reaches its end. `expected` is what the hang report shows beside the last `observed`. kAtOnce attempts
+// follow each other before anything else is looked at.
+template <u32 kAtOnce = 1, class Attempt>
 MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
   ptx::poll_begin(site, cx.layer);
   chaos(cx, Place::kWait, site, tile);
   for (u32 polls = 1;; ++polls) {
-    if (MK_LIKELY(attempt(observed)) || ptx::skips_wait()) return true;
+#pragma unroll 1
+    for (u32 i = 0; i < kAtOnce; ++i)
+      if (MK_LIKELY(attempt(observed)) || ptx::skips_wait()) return true;
     if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) {
       detail::tell_all(cx);
       return false;

@@ -21,6 +21,14 @@ MK_OP bool poll_pause(const WaitInfo& info) {
 #endif
 }
 
+// Polls of global memory between two looks at whether to give up: those cost a third of a trip to L2. On the host a thread that
+// polled in vain must pause before it polls again.
+#if defined(MK_HOST)
+constexpr u32 kPollsAtOnce = 1;
+#else
+constexpr u32 kPollsAtOnce = 4;
+#endif
+
 // Call before the first poll: reports of races name the last wait that a thread has begun. Device: no code.
 MK_OP void poll_begin(u32 site, u32 layer) {
 #if defined(MK_HOST)

@@ -1,0 +1,106 @@
+"""``megadsl bench``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, blocks_on, resolve
+from megadsl.machine import DEFAULT_ARCH
+from megadsl.runtime.bench_kinds import Baseline
+
+if TYPE_CHECKING:
+    from megadsl.runtime.bench import Timed
+
+EXAMPLE = "Example: megadsl bench llama-3.2-1b --tokens 1,5 --kv 512,2000 --out build/bench.json"
+
+
+def command(
+    model: Model,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="New tokens of a step, each a kernel of its own.")] = "1",
+    kv: Annotated[str, typer.Option("--kv", metavar="ROWS,...", help="Cached rows that a step finds.")] = "512",
+    replays: Annotated[int, typer.Option("--replays", min=2, metavar="N", help="Timed runs of each contestant.")] = 200,
+    baseline: Annotated[
+        Baseline,
+        typer.Option("--baseline", help="The same model in plain torch: its own kernels in a CUDA graph; torch.compile as well."),
+    ] = Baseline.COMPILE,
+    baseline_budget: Annotated[
+        float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
+    ] = 120,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="Also write the timeline of the first pair, and say what recording costs.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON.")] = None,
+    device: On = Device.AUTO,
+    config: Config = None,
+    max_kv: MaxKv = None,
+    blocks: Blocks = None,
+) -> None:
+    """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
+
+    Prints per pair of tokens and cached rows: the median time with its 10th and 90th percentile, the multiple of the floor that bytes
+    set, the error against fp32 beside torch bf16's, and the times of torch on the same inputs, in the same process, in interleaved rounds.
+    Exits with 1 when the fidelity gate fails or a replay gives other bits. In the emulator times say nothing about a GPU.
+    """
+    from megadsl.driver import DEFAULT_MAX_KV, compile_model
+    from megadsl.runtime.bench import Row, Subject, describe, forced_rows
+
+    counts, lengths = _numbers("--tokens", tokens, least=1), _numbers("--kv", kv, least=0)
+    chosen = resolve(device)
+    room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts))) if max_kv is None else max_kv
+    rows: list[Row] = []
+
+    def subject_of(count: int, **options: Any) -> Subject:
+        own = blocks_on(chosen, blocks)
+        compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=count, max_kv=room, blocks=own)
+        return Subject(compiled, chosen.value, options)
+
+    def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
+        subject = subject_of(count)
+        about = describe(subject)
+        if not rows:
+            typer.echo(f"{about['model']} on {about['device']}; {about['clock']}")
+        for length in lengths:
+            rows.append(subject.measure(length, replays, baseline, baseline_budget))
+            typer.echo("\n".join(rows[-1].lines()))
+            if out is not None:  # what is measured is not lost
+                _write(out, {**about, "rows": [row.fields() for row in rows]})
+
+    for count in counts:
+        measure(count)
+    if trace is not None:
+        plain = subject_of(counts[0]).timed(lengths[0], replays)
+        recorded = subject_of(counts[0], defines={"MK_TRACE": "1"})
+        typer.echo(_traced(recorded.manifest, plain, recorded.timed(lengths[0], replays), trace))
+    if not all(row.passed for row in rows):
+        raise typer.Exit(1)
+
+
+def _traced(manifest: Mapping[str, Any], plain: Timed, recorded: Timed, out: Path) -> str:
+    """Write the timeline; its tables, and what it costs."""
+    from megadsl.trace.table import render
+    from megadsl.trace.write import write_timeline
+
+    same = plain.logits.numpy().tobytes() == recorded.logits.numpy().tobytes()
+    cost = f"{plain.ms:.4f} ms, with the timeline {recorded.ms:.4f} ms ({recorded.ms / plain.ms - 1:+.2%})"
+    return f"{render(write_timeline(manifest, recorded.trace, out))}\n{cost}; logits have {'the same' if same else 'OTHER'} bits"
+
+
+def _write(out: Path, results: Mapping[str, object]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    """The integers of a comma-separated list."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise typer.BadParameter(f"{text!r} is no list like 1,5,16 of numbers from {least} up", param_hint=option)
+    return found

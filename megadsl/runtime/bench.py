@@ -1,0 +1,261 @@
+"""The benchmark: step time of a compiled model beside its byte floor, its error beside torch bf16's, and torch's own times.
+
+Weights are random. All that is compared has the same weights, cache contents and token ids, in one process; a time counts only
+where the fidelity gate passes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megadsl.diagnostics import declare, error
+from megadsl.machine import machine
+from megadsl.ops.cost import floor_seconds
+from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
+from megadsl.runtime.bench_baselines import Prepared, Task, prepare
+from megadsl.runtime.bench_kinds import Baseline
+from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
+from megadsl.runtime.generate import Compiled, Generator
+from megadsl.runtime.program import Replay, resolve_device
+from megadsl.runtime.weights import TensorSource, needed, random_weights
+
+NO_ROOM = declare(
+    "MK461",
+    "{kv} cached rows and the {forced} tokens that the fidelity gate forces do not fit a cache of {max_kv} rows",
+    "measure at most {most} cached rows, or compile with a larger max_kv",
+)
+
+FORCED_TOKENS = 32  # at least so many logits are judged
+
+_SEED = 7
+
+
+def forced_rows(tokens: int) -> int:
+    """Cache rows that the fidelity gate adds with steps of ``tokens`` tokens: at least two steps, and FORCED_TOKENS."""
+    return tokens * max(2, -(-FORCED_TOKENS // tokens))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for one (tokens, kv).
+
+    ``host_us`` is the host's time for one launch without a graph (None in the emulator); ``differ`` counts replays whose logits were
+    other bits than the first one's. ``baselines`` have their time, or the reason why there is none.
+    """
+
+    tokens: int
+    kv: int
+    gate: Gate
+    times: Spread
+    floor_ms: float
+    replays: int
+    differ: int
+    host_us: float | None
+    baselines: tuple[BaselineRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.gate.passed and self.differ == 0
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The fastest baseline that ran and was right, and its median in milliseconds."""
+        ready = [(row.name, row.times.median) for row in self.baselines if row.times is not None]
+        return min(ready, key=lambda found: found[1], default=None)
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON; times in milliseconds."""
+        compared, best = self.gate.tokens.compared, self.best
+        return {
+            "tokens": self.tokens, "kv": self.kv, "gate": self.gate.passed,
+            "error": self.gate.ours.mean, "error_max": self.gate.ours.max,
+            "error_bf16": self.gate.bf16.mean, "error_bf16_max": self.gate.bf16.max,
+            "tokens_equal": compared - len(self.gate.tokens.differing), "tokens_compared": compared,
+            **_time_fields(self.times, self.floor_ms), "floor_ms": self.floor_ms,
+            "replays": self.replays, "replays_that_differ": self.differ, "host_us_per_launch": self.host_us,
+            "baselines": [row.fields(self.floor_ms) for row in self.baselines],
+            "best_baseline": None if best is None else best[0],
+            "best_baseline_over_ours": None if best is None else best[1] / self.times.median,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """For people: a line for the kernel, one a baseline."""
+        verdict = "passed" if self.passed else "FAILED"
+        agreed = self.gate.tokens.compared - len(self.gate.tokens.differing)
+        host = "" if self.host_us is None else f", host {self.host_us:.1f} us per launch"
+        yield (
+            f"tokens {self.tokens:>2} kv {self.kv:>5}: {_times_text(self.times)}, {self.times.median / self.floor_ms:.3f} x floor{host};"
+            f" gate {verdict}: {self.gate.ours.mean:.3e} against bf16 {self.gate.bf16.mean:.3e},"
+            f" tokens {agreed}/{self.gate.tokens.compared}, replays that differ {self.differ}"
+        )
+        for row in self.baselines:
+            yield f"    {row.name}: {row.text(self.times.median)}"
+
+
+@dataclass(frozen=True)
+class BaselineRow:
+    """One baseline with its time beside ours, None where it failed."""
+
+    of: Prepared
+    times: Spread | None
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    def fields(self, floor_ms: float) -> dict[str, Any]:
+        timed = {} if self.times is None else _time_fields(self.times, floor_ms)
+        error = None if self.of.error is None else self.of.error.mean
+        return {
+            "name": self.name, "attention": self.of.attention, "prepare_s": round(self.of.prepare_s, 1),
+            **timed, "error": error, "failure": self.of.failure,
+        }  # fmt: skip
+
+    def text(self, ours_ms: float) -> str:
+        if self.times is None:
+            return f"failed: {self.of.failure}"
+        return f"{_times_text(self.times)}, {self.times.median / ours_ms:.3f} x ours (ready after {self.of.prepare_s:.0f} s)"
+
+
+def _times_text(times: Spread) -> str:
+    return f"{times.median:.4f} ms ({times.p10:.4f}-{times.p90:.4f})"
+
+
+def _time_fields(times: Spread, floor_ms: float) -> dict[str, float]:
+    return {"ms": times.median, "ms_p10": times.p10, "ms_p90": times.p90, "of_floor": times.median / floor_ms}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step by itself: milliseconds, logits (tokens, vocab) fp32, the bytes of the trace buffer."""
+
+    ms: float
+    logits: torch.Tensor
+    trace: npt.NDArray[np.uint8]
+
+
+class Subject:
+    """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
+
+    Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to
+    the Program. Turns TF32 off for the process. Raises what Generator does.
+    """
+
+    def __init__(self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None) -> None:
+        torch.set_float32_matmul_precision("highest")  # the oracle is fp32
+        self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
+        self.max_kv = int(self.manifest["max_kv"])
+        self.device = resolve_device(device, self.manifest["arch"])
+        where = str(self.device)
+        source = random_weights(self.manifest, _SEED, where)
+        weights = {name: source.load(name) for name in needed(self.manifest)}
+        self.generator = Generator(compiled, TensorSource(weights), where, progress=False, **dict(options or {}))
+        self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
+        self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
+        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
+        self._random = torch.Generator(self.device)
+        target = machine(self.manifest["arch"])
+        self.clock = Clock(self.device, target, self.manifest["weight_bytes"])
+
+    def floor_ms(self, kv: int) -> float:
+        """Milliseconds that the bytes of a step on ``kv`` cached rows take."""
+        return 1e3 * floor_seconds(self.graph, machine(self.manifest["arch"]), kv)
+
+    def fill(self, rows: int) -> None:
+        """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
+        self._random.manual_seed(1000 + rows)
+        self.generator.reset()
+        kv = self.generator.program.kv
+        for (cache, layer), (keys, values) in self.oracle.caches.items():
+            shape = keys[:, :rows].shape
+            k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
+            bf16, plain = self.bf16.caches[cache, layer], self.plain.caches[cache, layer]
+            for its, new in (((keys, bf16[0], plain[0][0]), k), ((values, bf16[1], plain[1][0]), v)):
+                for tensor in its:
+                    tensor[:, :rows] = new.to(tensor)
+            assert kv is not None
+            kv.write(layer, k, v)
+        self.generator.kv_len = self.oracle.kv_len = self.bf16.kv_len = rows
+
+    def judge(self) -> Gate:
+        """The fidelity gate over teacher-forced steps of random tokens, from the rows that are in the caches."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        for _ in range(forced_rows(self.count) // self.count):
+            ids = self._ids()
+            self.generator.program.logits.fill_(float("nan"))
+            found.append((self.generator.step(ids).clone(), self.bf16.step(ids), self.oracle.step(ids)))
+        ours, bf16, fp32 = (torch.cat(part) for part in zip(*found, strict=True))
+        return gate(ours, bf16, fp32)
+
+    def measure(self, kv: int, replays: int, which: Baseline, budget_s: float) -> Row:
+        """Judge, then time the step on ``kv`` cached rows beside the baselines, each at least ``replays`` times.
+
+        Raises MK461 when the cache is too small for the gate, MegakernelHang, MK449.
+        """
+        forced = forced_rows(self.count)
+        if kv + forced > self.max_kv:
+            raise error(NO_ROOM, kv=kv, forced=forced, max_kv=self.max_kv, most=max(0, self.max_kv - forced))
+        self.fill(kv)
+        verdict = self.judge()
+        self.fill(kv)
+        ids = self._ids()
+        self.plain.set_inputs(ids, kv)
+        task = Task(self.plain, kv + self.count, self.bf16.step(ids), self.oracle.step(ids))
+        baselines = prepare(task, which, budget_s, self.clock, replays)
+        ours, differ = self._contestant(self._ready(ids, kv))
+        rivals = [rival for baseline in baselines if (rival := baseline.contestant()) is not None]
+        times = self.clock.times([ours, *rivals], replays)
+        self.generator.program.check()
+        rows = tuple(BaselineRow(baseline, times.get(baseline.name)) for baseline in baselines)
+        host_us = host_microseconds(self.generator.program)
+        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows)
+
+    def timed(self, kv: int, replays: int) -> Timed:
+        """The step on ``kv`` cached rows, alone: its median time, its logits, and its timeline where the build leaves one."""
+        self.fill(kv)
+        ours, _ = self._contestant(self._ready(self._ids(), kv))
+        times = self.clock.times([ours], replays)
+        program = self.generator.program
+        program.check()
+        return Timed(times[ours.name].median, program.logits.cpu().clone(), program.buffers["trace"].cpu().numpy().copy())
+
+    def _ids(self) -> list[int]:
+        ids: list[int] = torch.randint(0, self.manifest["vocab"], (self.count,), generator=self._random, device=self.device).tolist()
+        return ids
+
+    def _ready(self, ids: Sequence[int], kv: int) -> Replay:
+        """The step on these ids, captured: it may be replayed any number of times, since it overwrites what it has appended."""
+        masks = [(2 << i) - 1 for i in range(self.count)]
+        self.generator.program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
+        return self.generator.program.capture()
+
+    def _contestant(self, step: Replay) -> tuple[Contestant, torch.Tensor]:
+        """The kernel, and a count of its replays whose logits are other bits than those of a first one."""
+        program = self.generator.program
+        step.replay()
+        program.check()
+        first = program.logits.view(torch.int32).clone()
+        differ = torch.zeros((), dtype=torch.int64, device=self.device)
+
+        def compare() -> None:
+            differ.add_((program.logits.view(torch.int32) != first).any())
+
+        return Contestant("megadsl", step.replay, compare), differ
+
+
+def describe(subject: Subject) -> dict[str, Any]:
+    """What all rows of a run share, for its JSON: where and how it was measured."""
+    gpu = subject.device.type == "cuda"
+    return {
+        "model": subject.manifest["model"], "weights": "random",
+        "device": torch.cuda.get_device_name(subject.device) if gpu else f"emulator on {platform.machine()}",
+        "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
+        "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
+    }  # fmt: skip
