@@ -179,6 +179,16 @@ def test_no_bit_changes(bench: Bench) -> None:
     assert all(a.same(b) for a, b in zip(bench.play(some), plain, strict=True))
 
 
+def test_bench_says_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--kv", "40", "--replays", "2", "--baseline", "none", "--trace", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["megadsl", "bench", "llama-tiny", *options])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    printed = capsys.readouterr().out
+    assert not exit_.value.code and "with the timeline" in printed and "logits have the same bits" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace.json", "table.txt", "table.json", "layer.svg"}
+
+
 def test_split_columns_and_no_attention(tmp_path: Path) -> None:
     """Parts of columns are a phase of their own; some blocks multiply two of them, and nobody gathers all that they need at once."""
     made = spec("integers.py:integers", 4, 5, parts(mk.Flag(2), down=3), SMALL)
