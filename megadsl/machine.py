@@ -19,6 +19,7 @@ class Machine:
     sms: int
     smem_per_block: int  # most dynamic shared memory one block can have
     registers_per_sm: int
+    registers_per_thread: int  # most that one thread can have
     max_warps_per_block: int
     named_barriers: int
     l2_bytes: int
@@ -38,6 +39,7 @@ MACHINES: dict[str, Machine] = {
         sms=132,
         smem_per_block=227 * 1024,
         registers_per_sm=65536,
+        registers_per_thread=255,
         max_warps_per_block=32,
         named_barriers=16,
         l2_bytes=60 * 1000 * 1000,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import PIECES, area, arguments, every, gated, plan, split, unmet, without
+from check_tools import LINEARS, PIECES, area, arguments, every, gated, plan, split, unmet, without
 from lower_tools import GPU
 
 import megadsl as mk
@@ -46,6 +46,8 @@ def base(kind: str = "default") -> Plan:
             return plan("llama-tiny", every(mk.Flag(2)), blocks=132)
         case "gated":
             return plan("llama-tiny", gated, blocks=5)
+        case "not held":
+            return plan("llama-tiny", lambda s: [s[op].prefetch(registers=0) for op in LINEARS] and None, blocks=5)
         case "reduced":
             return plan("llama-tiny", lambda s: s["qkv_proj"].scale("before"), blocks=5)
         case "logits":
@@ -215,7 +217,7 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "default",
         unmet("publish", "done"),
         "MK510",
-        ("reads partials", "writes partials: gather"),
+        ("writes staged: matrix", "reads staged: keep"),
     ),
     "refill of a chunk": (
         "chunked",
@@ -257,10 +259,15 @@ RINGS: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "default",
         without("load_matrix", "lm_head"),
         "MK521",
-        ("consumer of block", "waits: matrix of lm_head"),
+        ("consumer of block", "waits: hold_tiles of lm_head"),
     ),
-    "a gate never opened": ("gated", without("open_gate", "o_proj"), "MK521", ("waits for the gate of 'o_proj' at 1", "matrix of o_proj")),
-    "a vector never let go of": ("default", without("release_vector"), "MK524", ("still holds",)),
+    "a gate never opened": (
+        "gated",
+        without("open_gate", "o_proj"),
+        "MK521",
+        ("waits for the gate of 'o_proj' at 1", "hold_tiles of o_proj"),
+    ),
+    "a vector never let go of": ("not held", without("release_vector"), "MK524", ("still holds",)),
     "one vector too many": ("default", lambda p: repeated("load_vector", "lm_head")(without("load_matrix", "lm_head")(p)), "MK520", ()),
     "fewer warps than arrivals": (
         "default",

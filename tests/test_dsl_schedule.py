@@ -112,7 +112,7 @@ def test_prefetch_keeps_what_is_not_named() -> None:
         s["lm_head"].prefetch(smem="ring", ahead_of=None)
 
     _, after = scheduled(decide)
-    assert after.op("o_proj").prefetch == Prefetch(True, 8 * MIB, "attention", "evict_last")
+    assert after.op("o_proj").prefetch == Prefetch(True, None, 8 * MIB, "attention", "evict_last")
     assert after.op("qkv_proj").prefetch == Prefetch(smem=False)
     assert after.op("lm_head").prefetch == Prefetch()
 

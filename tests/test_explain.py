@@ -52,7 +52,7 @@ def test_a_linear() -> None:
         "tiles": "4,096 x 8x1024",
         "bytes per run": f"{2 * (16384 * 2048 + 2048):,}",
         "roles": "loader -> consumer",
-        "placement": "ring",
+        "placement": "ring; 4 tiles into registers",
         "hint": "evict_first",
         "largest share": "16 of 2,048 row groups",
         "floor us": "238.624",

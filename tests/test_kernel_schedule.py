@@ -15,7 +15,7 @@ from megadsl.diagnostics import MegadslError
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
 from megadsl.lower.exchanges import merge_lanes
-from tests.kernels import VALUES, Bench, Configure, Result, Step, attention_of, check, compiled, everywhere, judge, steps
+from tests.kernels import VALUES, Bench, Configure, Result, Step, attention_of, check, compiled, config, everywhere, judge, steps
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
@@ -80,6 +80,30 @@ def rotated_shares(s: ScheduleBlock) -> None:
         s[op].split(share_offset=offset % BLOCKS)
 
 
+def hold(tiles: int, *ops: str) -> Configure:
+    """So many tiles of each op in registers."""
+
+    def configure(s: ScheduleBlock) -> None:
+        for op in ops:
+            s[op].prefetch(registers=tiles)
+
+    return configure
+
+
+def nothing_held(s: ScheduleBlock) -> None:
+    hold(0, *LINEARS)(s)
+
+
+def held_in_a_ring_of_one(s: ScheduleBlock) -> None:
+    s.ring("weights", stages=1)
+
+
+def whole_shares_held(s: ScheduleBlock) -> None:
+    """No block has more than four row groups of these, some have fewer."""
+    s.batch(4)
+    hold(4, "o_proj", "down_proj", "qkv_proj")(s)
+
+
 @cache
 def default() -> tuple[Sequence[Step], Sequence[Result]]:
     """The steps, and what the default schedule gives for them."""
@@ -105,6 +129,7 @@ def play(configure: Configure, blocks: int = BLOCKS, seeds: Sequence[int] = (0, 
 IDENTICAL = [
     *(ring_of_two, small_stages, wide_window, one_stage_in_flight, kv_loader, gated, prefetched),
     *(mixed_syncs, more_slots, rotated_shares),
+    *(nothing_held, held_in_a_ring_of_one, whole_shares_held),
 ]
 
 
@@ -125,6 +150,45 @@ def test_blocks_keep_the_bits_of_a_fixed_split(blocks: int) -> None:
 
     for ours, theirs in zip(play(configure), expected, strict=True):
         assert ours.same(theirs)
+
+
+def test_blocks_without_tiles_hold_none() -> None:
+    """Seventeen blocks share sixteen row groups of o_proj and down_proj; the second tile is nobody's."""
+    _, expected = default()
+
+    def configure(s: ScheduleBlock) -> None:
+        s["attention"].split(kv=2)
+        hold(2, *LINEARS)(s)
+
+    for ours, theirs in zip(play(configure, blocks=17), expected, strict=True):
+        assert ours.same(theirs)
+
+
+LARGE = {
+    "hidden_size": 1056,
+    "intermediate_size": 2080,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_groups_of_several_tiles_held_in_part(tokens: int) -> None:
+    """Two tiles a row group, three in down_proj: held are one group, two groups, and one and a pair of the next."""
+
+    def configure(s: ScheduleBlock) -> None:
+        hold(2, "qkv_proj", "lm_head")(s)
+        hold(4, "gate_up_proj")(s)
+        hold(5 if tokens < 16 else 0, "down_proj")(s)  # whose input then comes in chunks
+        hold(1, "o_proj")(s)
+
+    held, plain = (compiled("llama-tiny", tokens=tokens, fields=config(**LARGE), configure=c) for c in (configure, nothing_held))
+    sizes = [(0, tokens), (33, 1)]
+    results = check(held, sizes)
+    assert all(a.same(b) for a, b in zip(results, Bench(plain).play(steps(plain, sizes)), strict=True))
 
 
 @pytest.mark.parametrize("slots", [4, 8])

@@ -87,12 +87,12 @@ def test_rounds_are_consecutive_and_every_read_is_of_the_latest(name: str) -> No
 @pytest.mark.parametrize("name", MODELS)
 def test_consumers_take_what_the_loader_fills_in_its_order(name: str) -> None:
     plan = model(name, 3).plan
-    takes = {"matrix": "load_matrix", "wait_vector": "load_vector", "attention": "load_cache"}
+    takes = {"matrix": "load_matrix", "wait_vector": "load_vector", "copy_vector": "load_vector", "attention": "load_cache"}
     filled = [(layer, i.op) for layer, i in steps(plan.program("loader"), 2) if i.verb is Verb.LOAD]
     taken = [(layer, i.op) for layer, i in steps(plan.program("consumer"), 2) if i.call in takes]
     assert filled == taken
     vectors = [i.args["record"] for _, i in steps(plan.program("loader"), 1) if i.call == "load_vector"]
-    waits = [f"{i.op}.{i.args['arg']}" for _, i in steps(plan.program("consumer"), 1) if i.call == "wait_vector"]
+    waits = [f"{i.op}.{i.args['arg']}" for _, i in steps(plan.program("consumer"), 1) if i.call in ("wait_vector", "copy_vector")]
     assert vectors == waits
 
 

@@ -47,10 +47,12 @@ struct Shape {
   mk::LinearShape o_proj;
   mk::LinearShape gate_up_proj;
   mk::VectorShape gate_up_proj_post_attention_layernorm;
+  mk::i32 gate_up_proj_post_attention_layernorm_copy;
   mk::LinearShape down_proj;
   mk::LinearShape lm_head;
   mk::i32 lm_head_candidates;
   mk::VectorShape lm_head_norm;
+  mk::i32 lm_head_norm_copy;
 };
 
 namespace {
@@ -129,13 +131,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
       mk::run_matrix<kBatch, QkvProjTiles, false>(
-          block, read_loader, 9, s.qkv_proj, s.smem,
+          block, read_loader, 8, s.qkv_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
+            const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(7, 0, 0);  // input_layernorm
             // x * input_layernorm
             const smem_ptr<char> places[] = {activations, vector_input_layernorm};
             mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-                block, 7, s.x_exchange, epoch * (layers + 1) + layer, begin,
+                block, 9, s.x_exchange, epoch * (layers + 1) + layer, begin,
                 u32(s.qkv_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
             read_loader.release();
           },
@@ -168,8 +170,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     {
       mk::begin_op(cx, block);
       const mk::Publication<mk::Tagged, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
-      mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 13, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-      out.publish(block, 14);
+      mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+      out.publish(block, 15);
     }
 
     // o_proj: 576 x 576  [llama.py:29]
@@ -179,9 +181,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
       mk::run_matrix<kBatch, OProjTiles, false>(
-          block, read_loader, 16, s.o_proj, s.smem,
+          block, read_loader, 13, s.o_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 15, s.attention_exchange, epoch * layers + layer, begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 16, s.attention_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
@@ -196,9 +198,14 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     }
 
     // gate_up_proj: 3072 x 576  [llama.py:31]
+    mk::Held<GateUpProjTiles, 2, true, false, Block> gate_up_proj_held;
     {
       mk::begin_op(cx, block);
       const mk::Publication<mk::Tagged, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      const smem_ptr<char> vector_post_attention_layernorm = block.at<char>(s.gate_up_proj_post_attention_layernorm_copy);  // post_attention_layernorm
+      mk::copy_vector(block, read_loader, 18, u32(s.gate_up_proj_post_attention_layernorm.bytes), vector_post_attention_layernorm);
+      block.sync();
+      mk::hold_tiles(block, read_loader, 19, s.gate_up_proj, gate_up_proj_held);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
       const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
@@ -207,15 +214,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
       };
       mk::run_matrix<kBatch, GateUpProjTiles, false>(
-          block, read_loader, 20, s.gate_up_proj, s.smem,
+          block, read_loader, 19, s.gate_up_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
             // o_proj * post_attention_layernorm
             const smem_ptr<char> places[] = {activations, vector_post_attention_layernorm};
             mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-                block, 18, s.o_proj_exchange, epoch * layers + layer, begin,
+                block, 20, s.o_proj_exchange, epoch * layers + layer, begin,
                 u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // o_proj
-            read_loader.release();
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
@@ -230,7 +235,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          // rsqrt(mean(o_proj * o_proj) + 1e-05)
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
-                       }});
+                       }}, gate_up_proj_held);
       out.publish(block, 21);
     }
 
@@ -241,9 +246,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
       mk::run_matrix<kBatch, DownProjTiles, false>(
-          block, read_loader, 23, s.down_proj, s.smem,
+          block, read_loader, 22, s.down_proj, s.smem,
           [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 22, s.gate_up_proj_exchange, epoch * layers + layer, begin,
+            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 23, s.gate_up_proj_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
@@ -261,8 +266,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
 
   // lm_head: 49152 x 576  [llama.py:36]
+  mk::Held<LmHeadTiles, 3, true, false, Block> lm_head_held;
   {
     mk::begin_op(cx, block);
+    const smem_ptr<char> vector_norm = block.at<char>(s.lm_head_norm_copy);  // norm
+    mk::copy_vector(block, read_loader, 25, u32(s.lm_head_norm.bytes), vector_norm);
+    block.sync();
+    mk::hold_tiles(block, read_loader, 26, s.lm_head, lm_head_held);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
     const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
@@ -272,15 +282,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       of[0] = x_ * x_;  // r0 = mean(x * x)
     };
     mk::run_matrix<kBatch, LmHeadTiles, false>(
-        block, read_loader, 27, s.lm_head, s.smem,
+        block, read_loader, 26, s.lm_head, s.smem,
         [&](u32 begin, u32 columns) {
-          const smem_ptr<char> vector_norm = read_loader.wait_stage(26, 0, 0);  // norm
           // x * norm
           const smem_ptr<char> places[] = {activations, vector_norm};
           mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-              block, 25, s.x_exchange, epoch * (layers + 1) + layers, begin,
+              block, 27, s.x_exchange, epoch * (layers + 1) + layers, begin,
               u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
-          read_loader.release();
         },
         [&](u32 group, u32 pair, u32 token, float even, float odd) {
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
@@ -293,7 +301,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                        // rsqrt(mean(x * x) + 1e-05)
                        const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                        return mk::math::rsqrt(r0 + 1e-05f);
-                     }});
+                     }}, lm_head_held);
     {
       const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
       mk::reduce_best(block, scratch, best, winners);

@@ -16,7 +16,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.exchanges import LASTS_PER_VECTOR
 from megadsl.lower.memory import row_parts
-from megadsl.lower.operands import prologue_values
+from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.shape import ident
 from megadsl.types import ceil_div
 
@@ -88,10 +88,10 @@ class Stream:
         """Units, then (with tags) the extra vectors of their last elements."""
         units = groups * self.device.tokens
         extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0
-        for first, vectors in ((0, units), (e.units, extras)):
-            if vectors:
+        for first, count in ((0, units), (e.units, extras)):
+            if count:
                 begin = self.words[3] + first * UNIT_BYTES
-                yield Access("staged", begin, vectors * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
+                yield Access("staged", begin, count * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
 
     def _out(self, step: Step) -> Exchange:
         return self.device.exchanges[str(self.device.op(step.instr.op).out)]
@@ -121,6 +121,23 @@ class Stream:
         if size := self._share(value) * self.device.tokens * UNIT_BYTES:
             at = self.device.records[f"{ident(value)}_kept"][0]
             yield Access(f"kept.{value}", at, size, write, step, (value, self.versions.get(value, 0)))
+
+    def _sync(self, _: Step) -> Iterator[Event]:
+        yield Meet("sync")
+
+    def _copy_vector(self, step: Step) -> Iterator[Event]:
+        yield self._copy(step, str(step.instr.args["arg"]), True)
+
+    def _copy(self, step: Step, arg: str, write: bool) -> Access:
+        """A vector of a linear, in a place of its own: read up to the padded columns."""
+        op, m = step.instr.op, self.device.matrix(step.instr.op)
+        begin = self.device.records[f"{ident(f'{op}.{arg}')}_copy"][0]
+        return Access(f"{op}.{arg}.copy", begin, m.tile_columns * m.pieces * 2, write, step, ("copy", op, step.layer, arg))
+
+    def _copies(self, step: Step) -> Iterator[Event]:
+        """Reads of all vectors that the op has copied."""
+        args = [arg for arg, _ in vectors(self.device.op(step.instr.op))] if self.device.held(step.instr.op) else []
+        yield from (self._copy(step, arg, False) for arg in args)
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
         m = self.device.matrix(step.instr.op)
@@ -197,13 +214,17 @@ class Stream:
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
                 yield from self._lasts(at, m, True)
+                if self._scaled(step.instr.op):
+                    yield from self._copies(at)
             elif inner.call == "sync":
                 yield Meet("sync")
             elif inner.call == "reduce":
                 yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
+                yield from self._copies(at)
                 yield from (self._scalars(at, i, False) for i in range(int(str(inner.args["index"]))))
                 yield self._scalars(at, int(str(inner.args["index"])), True)
             elif inner.call == "apply":
+                yield from self._copies(at)
                 yield from (self._scalars(at, i, False) for i in range(len(list(inner.args["reductions"]))))  # type: ignore[call-overload]
                 yield from (self._activations(at, m, chunk, operand, False) for operand in operands)
                 yield self._activations(at, m, chunk, 0, True, own=True)

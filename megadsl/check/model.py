@@ -103,6 +103,11 @@ class Device:
         w = self.records[ident(op)]
         return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11])
 
+    def held(self, op: str) -> int:
+        """Tiles that the products of a linear take from registers, at most."""
+        found = (s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op)
+        return next((int(str(i.args["held"])) for i in found), 0)
+
     def heads(self, op: str) -> Heads:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
         return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1])

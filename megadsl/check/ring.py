@@ -99,7 +99,8 @@ class Block:
     kv_len: int
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
-        """Runs (first tile, tiles), neighbours joined. The loader goes by Shape's words, the consumers by compiled-in sizes."""
+        """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
+        consumers by compiled-in sizes."""
         m, plan = self.device.matrix(op), self.device.plan
         linear = self.device.op(op)
         pieces, ways = (m.pieces, m.ways) if loader else (tiling(linear).pieces, plan.schedule.op(op).ways)
@@ -110,7 +111,11 @@ class Block:
             for first in range(begin, end, step):
                 for at in range(part * pieces // ways, (part + 1) * pieces // ways, chunk):
                     runs.extend((group * pieces + at, chunk) for group in range(first, min(first + step, end)))
-        return _joined(runs)
+        return _cut(_joined(runs), self.device.held(op))
+
+    def held_runs(self, op: str) -> int:
+        """How many of these runs are held: one, or none where the block has no tiles."""
+        return min(1, len(self.tiles(op, loader=False))) if self.device.held(op) else 0
 
     def chunk_stages(self, op: str, ring: str) -> Iterator[tuple[tuple[object, ...], int]]:
         """(unit and pass, stages) of an attention's cached rows."""
@@ -146,8 +151,14 @@ class Block:
                 case "matrix":
                     ring = str(step.instr.args["ring"])
                     yield from self._vectors(step)
-                    for run in self.tiles(op, loader=False):
+                    for run in self.tiles(op, loader=False)[self.held_runs(op) :]:
                         yield Take(ring, Fill((op, layer, run), run[1], step), TILES_AT_ONCE)
+                case "copy_vector":
+                    yield Take(str(step.instr.args["ring"]), Fill((str(step.instr.args["record"]), layer), 1, step), 1)
+                case "hold_tiles":
+                    for begin, count in self.tiles(op, loader=False)[:1]:
+                        held = min(count, int(str(step.instr.args["tiles"])))
+                        yield Take(str(step.instr.args["ring"]), Fill((op, layer, (begin, held)), held, step), 1)
                 case "attention":
                     ring = str(step.instr.args["ring"])
                     yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring))
@@ -170,6 +181,14 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         elif count:
             found.append((begin, count))
     return found
+
+
+def _cut(runs: list[tuple[int, int]], held: int) -> list[tuple[int, int]]:
+    """The first run in two: what is held, and the rest."""
+    if not runs or not 0 < held < runs[0][1]:
+        return runs
+    (begin, count), *others = runs
+    return [(begin, held), (begin + held, count - held), *others]
 
 
 @dataclass

@@ -158,15 +158,17 @@ class OpHandle:
         self,
         *,
         smem: str | _Keep | None = _KEEP,
+        registers: int | _Keep | None = _KEEP,
         l2: int | _Keep = _KEEP,
         ahead_of: str | _Keep | None = _KEEP,
         hint: str | _Keep = _KEEP,
     ) -> OpHandle:
         """Where this op's weights go before they are needed. Bit-identical.
 
-        smem: "ring" takes them as early as the ring has room, None only once the op has begun. l2: bytes of each block's
-        share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint: evict_first, evict_normal,
-        evict_last.
+        smem: "ring" takes them as early as the ring has room, None only once the op has begun. registers: tiles of a
+        linear that the consumers take from the ring before they wait for its input, None as many as the compiler thinks good.
+        l2: bytes of each block's share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint:
+        evict_first, evict_normal, evict_last.
         """
         span = caller_span()
         found: list[tuple[str, int | str | bool | None]] = []
@@ -174,6 +176,9 @@ class OpHandle:
             if smem is not None:
                 self._block.choice("prefetch smem", smem, ("ring", "None"), span)
             found.append(("smem", smem == "ring"))
+        if not isinstance(registers, _Keep):
+            asked = registers if registers is None else self._block.checked("prefetch registers", registers, 0, span)
+            found.append(("registers", asked))
         if not isinstance(l2, _Keep):
             found.append(("l2_bytes", self._block.checked("prefetch l2", l2, 0, span)))
         if not isinstance(ahead_of, _Keep):

@@ -34,7 +34,7 @@ class Verb(Enum):
 
 @dataclass(frozen=True)
 class Region:
-    """Part of a memory: ``space`` is smem, ring, weights, kv, exchange, control, logits or angles; ``name`` says whose.
+    """Part of a memory: ``space`` is smem, registers, ring, weights, kv, exchange, control, logits or angles; ``name`` says whose.
     ``level`` is the placement level that shares it. ``index`` tells which round: an expression over layer and epoch."""
 
     space: str

@@ -48,11 +48,12 @@ def _schedule(plan: Plan) -> Iterator[str]:
     for op in s.ops:
         p = op.prefetch
         placement = "smem" if p.smem else "smem once the op has begun"
+        held = f", {p.registers} tiles into registers ahead of its input" if p.registers else ""
         ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
-        yield f"op {op.op}: loaded by {op.loader}, {placement}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
+        yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:

@@ -81,6 +81,8 @@ def _tiles(op: Op, how: OpSchedule) -> str:
 def _placement(how: OpSchedule) -> str:
     prefetch = how.prefetch
     ring = "ring" if prefetch.smem else "ring, once the op has begun"
+    if prefetch.registers:
+        ring += f"; {prefetch.registers} tiles into registers"
     if not prefetch.l2_bytes:
         return ring
     return f"{ring}; {prefetch.l2_bytes:,} B into L2 ahead of {prefetch.ahead_of or how.op}"

@@ -15,6 +15,7 @@ from megadsl.ir.schedule import Ring, Schedule
 from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
+from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
@@ -76,9 +77,41 @@ def plan_memory(
             areas.append(Area(name, end, size, overlay=True))
             end += round_up(size, 128)
         at = max(at, end)
+    for op in (op for op in graph.ops if isinstance(op, Linear) and schedule.op(op.name).prefetch.registers):
+        end = overlay + _input_bytes(op, graph, schedule, chunks)
+        for arg, _ in vectors(op):
+            areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
+            end += round_up(copy_bytes(op), 128)
+        at = max(at, end)
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
+
+
+def copy_name(op: Linear, arg: str) -> str:
+    """The area of a vector that is copied out of the ring."""
+    return f"{vector_name(op, arg)}.copy"
+
+
+def copy_bytes(op: Linear) -> int:
+    """Bytes of that area: a prologue reads up to the padded columns."""
+    return tiling(op).columns_padded * 2
+
+
+def copies_fit(op: Linear, graph: Graph, schedule: Schedule) -> bool:
+    """Whether the op's vectors find room behind its input, in bytes that other ops need anyway."""
+    chunks = {o.name: chunk_pieces(o, graph, schedule) for o in graph.ops if isinstance(o, Linear)}
+    room = max(sum(round_up(size, 128) for _, size in phase) for phase in _phases(graph, schedule, chunks))
+    return _input_bytes(op, graph, schedule, chunks) + len(vectors(op)) * round_up(copy_bytes(op), 128) <= room
+
+
+def _input_bytes(op: Linear, graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> int:
+    """Bytes from the overlay's begin to the end of the op's own input."""
+    own = round_up(tiling(op).tile_columns * chunks[op.name] * graph.tokens * 2, 128)
+    if len(prologue_values(op)) == 1:
+        return own
+    activations = next(size for phase in _phases(graph, schedule, chunks) for name, size in phase if name == "activations")
+    return round_up(activations, 128) + own
 
 
 def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
@@ -153,6 +186,12 @@ def block_parts(op: Linear, schedule: Schedule) -> list[list[tuple[int, int, int
     return [parts_of(tiles.groups, schedule.op(op.name).ways, begin, end) for begin, end in pairwise(begins)]
 
 
+def least_groups(op: Linear, schedule: Schedule) -> int:
+    """Fewest row groups of 8 any block owns."""
+    tiles = tiling(op)
+    return tiles.shares // schedule.blocks * tiles.fold
+
+
 def own_groups(op: Linear, schedule: Schedule) -> int:
     """Most row groups of 8 any block owns as features of the op's value."""
     tiles = tiling(op)
@@ -221,11 +260,12 @@ def _rings(
 
 
 def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...], asked: Overrides) -> None:
-    """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself."""
+    """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself. Those of an op that
+    holds tiles are copied one by one."""
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = len(vectors(op)) if isinstance(op, Linear) else 0
+            need = len(vectors(op)) if isinstance(op, Linear) and not schedule.op(op.name).prefetch.registers else 0
             role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:

@@ -15,6 +15,7 @@ from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
 from megadsl.lower.fuse import fuse
+from megadsl.lower.held import hold_tiles
 from megadsl.lower.infer import infer
 from megadsl.lower.limits import check_graph
 from megadsl.lower.memory import Memory, plan_memory
@@ -69,6 +70,7 @@ def _schedule(state: Lowering) -> None:
     verify_schedule(state.graph, schedule, state.machine, state.overrides)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
+    state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)
 
 

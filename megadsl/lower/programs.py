@@ -10,6 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -29,6 +30,7 @@ class Builder:
     exchanges: tuple[Exchange, ...]
     chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
     sites: list[Site] = field(default_factory=list)
+    full: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
         self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
@@ -52,6 +54,17 @@ class Builder:
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
         return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds))}
+
+    def site_of(self, role: str, op: Op, arg: str = "") -> int:
+        """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
+        key = (op.name, arg)
+        if key not in self.full:
+            self.full[key] = self.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+        return self.full[key]
+
+    def held(self, op: Op) -> int:
+        """Tiles that the consumers take before the op's input is there."""
+        return self.schedule.op(op.name).prefetch.registers or 0
 
     def gated(self, op: Op) -> bool:
         return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
@@ -147,7 +160,8 @@ def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
                 yield Phase(op.name, f"{op.name}: add the parts of the columns", op.span, tuple(_add_parts(builder, op, role)))
         case Attention():
             yield Phase(op.name, _title(op), op.span, tuple(_attention(builder, op, role)))
-            yield Phase(op.name, f"{op.name}: add the splits", op.span, tuple(_merge(builder, op, role)))
+            begun = _begin_behind(builder, op, role)
+            yield Phase(op.name, f"{op.name}: add the splits", op.span, (*begun, *_merge(builder, op, role)))
 
 
 def _title(op: Op) -> str:
@@ -216,24 +230,68 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
     return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (Region("smem", into, Level.BLOCK),), args=found)
 
 
-def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+def _follower(builder: Builder, op: Attention) -> Linear | None:
+    """The linear that begins before the splits of ``op`` are added: no other stage of its ring comes between, and it copies no
+    vectors, for which the block would have to meet first."""
+    after = builder.position(op.name) + 1
+    found = builder.graph.ops[after] if after < len(builder.graph.ops) else None
+    return found if isinstance(found, Linear) and found.loop == op.loop and not vectors(found) else None
+
+
+def _begin_behind(builder: Builder, op: Attention, role: str) -> tuple[Instr, ...]:
+    """How the follower of ``op`` begins where it holds tiles. Its site has this place in any case: numbers are stable."""
+    follower = _follower(builder, op)
+    if follower is not None:
+        builder.site_of(role, follower)
+    return tuple(_begin(builder, follower, role)) if follower is not None and builder.held(follower) else ()
+
+
+def _begins_early(builder: Builder, op: Linear) -> bool:
+    before = builder.graph.ops[builder.position(op.name) - 1]
+    return isinstance(before, Attention) and _follower(builder, before) is op and builder.held(op) > 0
+
+
+def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+    """What a linear does before it waits for any block: it opens its gate, and where it holds tiles, takes them and what lies
+    before them in the ring."""
+    ring_role, tiles = builder.schedule.op(op.name).loader, builder.held(op)
+    ring = Region("ring", ring_role, Level.BLOCK)
+    sites = {arg: builder.site_of(role, op, arg) for arg in (*(arg for arg, _ in vectors(op)), "")}
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
+    if not tiles:
+        return
+    for arg, _ in vectors(op):
+        copy = Region("smem", copy_name(op, arg), Level.BLOCK)
+        args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
+        yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (ring,), (copy,), args=args)
+    if vectors(op):
+        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+    held = Region("registers", op.name, Level.WARP)
+    pieces, schedule = tiling(op).pieces, builder.schedule
+    everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role}
+    yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
+
+
+def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
+    if not _begins_early(builder, op):
+        yield from _begin(builder, op, role)
     for index, (name, ref) in enumerate(kept_values(op)):
         if is_local(op, ref, builder.graph, builder.schedule):
             continue
         yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index, own=op.out)
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
-    prologue = tuple(_prologue(builder, op, role, ring_role))
-    site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+    prologue, site, held = tuple(_prologue(builder, op, role, ring_role)), builder.site_of(role, op), builder.held(op)
+    reads = (ring, Region("smem", "activations", Level.BLOCK), *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
-        Verb.COMPUTE, "matrix", op.name, op.span, site, (ring, Region("smem", "activations", Level.BLOCK)), (writes,),
+        Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": _rotated(op), "parts": "", **parts},
+        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "parts": "", **parts},
     )  # fmt: skip
     if not split:
         yield from _results(builder, op, role)
@@ -280,13 +338,14 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    gathers, waits = list(_gathers(builder, op, role)), list(_wait_vectors(builder, op, role, ring_role))
+    waits = [] if builder.held(op) else list(_wait_vectors(builder, op, role, ring_role))
+    gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
         yield from (*waits, *gathers)
     else:
         yield from (*gathers, *waits)
         yield from _rows(op)
-    for _ in vectors(op):
+    for _ in waits:
         yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
 
 
@@ -301,7 +360,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     for index, (arg, _) in enumerate(vectors(op)):
-        site = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
+        site = builder.site_of(role, op, arg)
         ring = Region("ring", ring_role, Level.BLOCK)
         yield Instr(Verb.WAIT, "wait_vector", op.name, op.span, site, (ring,), args={"arg": arg, "ahead": index, "ring": ring_role})
 

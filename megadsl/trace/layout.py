@@ -81,8 +81,10 @@ def _every(phase: Phase) -> Iterator[Instr]:
 
 
 def _sites(phase: Phase) -> list[int]:
-    found = [i.site for i in _every(phase) if i.site is not None and i.call != "argmax"]
-    return [*found, *(int(str(i.args["gather_site"])) for i in _every(phase) if "gather_site" in i.args)]
+    """Each once, and only the op's own: the next linear may begin before a merge."""
+    own = [i for i in _every(phase) if i.op == phase.op and i.call != "argmax"]
+    found = [i.site for i in own if i.site is not None] + [int(str(i.args["gather_site"])) for i in own if "gather_site" in i.args]
+    return list(dict.fromkeys(found))
 
 
 def _add_loader_sites(plan: Plan, phases: list[dict[str, Any]]) -> None:

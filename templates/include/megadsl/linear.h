@@ -124,6 +124,55 @@ MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesA
   }
 }
 
+// The first kTiles tiles of a block's share, taken out of the ring before the op's input is there: each lane keeps the weights that
+// it will multiply, so that the loader goes on while the block waits for others. kEverywhere: every block has as many, else what a
+// block does not have are zeros. kWhole: no block has more.
+template <class G, u32 kTiles_, bool kEverywhere, bool kWhole_, class B>
+struct Held {
+  static constexpr u32 kTiles = kTiles_, kRounds = (G::kPanels + B::kWarps - 1) / B::kWarps;
+  static constexpr bool kWhole = kWhole_;
+  u32x4 weights[kTiles][kRounds];
+
+  MK_DEV static u32 count(RowGroups own) { return kEverywhere ? kTiles : min_u32(kTiles, (own.end - own.begin) * G::kPieces); }
+  // Whether a warp has a panel in a round: the last one may not have a panel for every warp.
+  MK_DEV static bool has_panel(const B& block, u32 round) {
+    return (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + block.warp() < G::kPanels;
+  }
+};
+struct NothingHeld {
+  static constexpr u32 kTiles = 0;
+  static constexpr bool kWhole = false;
+};
+
+// Fills `held` from the ring, as many tiles at once as fit it. The matrix's input comes in one piece, so that a group's tiles follow
+// each other.
+template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
+MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held) {
+  const RowGroups own = own_groups(block.cx, s);
+  const u32 tiles = held.count(own), lane_at = (block.warp() * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
+  constexpr u32 kAtOnce = kTiles < R::kStages ? kTiles : R::kStages, kRoundBytes = B::kWarps * kGroupRows * 64;
+#pragma unroll
+  for (u32 first = 0; first < kTiles; first += kAtOnce) {
+    const u32 count = kEverywhere ? min_u32(kAtOnce, kTiles - first) : min_u32(kAtOnce, tiles - min_u32(first, tiles));
+    reader.wait_stages(site, own.begin * G::kPieces + first, count);
+    u32 seen = 0;
+#pragma unroll
+    for (u32 i = first; i < kTiles && i < first + kAtOnce; ++i) {
+      const smem_ptr<char> tile = reader.stage(i - first).template at<char>(lane_at);
+#pragma unroll
+      for (u32 round = 0; round < held.kRounds; ++round) {
+        u32x4& w = held.weights[i][round];
+        w = u32x4{0, 0, 0, 0};
+        if ((kEverywhere || i < tiles) && held.has_panel(block, round)) w = ptx::ld_shared<u32x4>(tile.template at<u32x4>(round * kRoundBytes));
+        seen ^= w.w;
+      }
+    }
+    ptx::await(seen);  // products would wait for their weights before the stage is let go of; so does this
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i) reader.release();
+  }
+}
+
 // Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32, or adds them to what an earlier chunk left.
 template <class B>
 MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, bool add) {
@@ -151,44 +200,77 @@ struct Tiles {
   static constexpr u32 kWays = kWays_;
 };
 
-// Consumes the tiles of row groups [first, last) of one chunk (of all parts' chunks) and leaves each group's partial sums, or
-// adds them to those there. Where a group is one tile, tiles of neighbouring groups go together.
+// How far the products of a block's row groups have come: the next tile, and the sums of the group that it belongs to.
+template <class B>
+struct Progress {
+  u32 group, piece = 0;
+  TileSums<B::kTokens> sums[kTilesAtOnce] = {};
+};
+
+// Tiles that are multiplied at once where the ring holds as many.
+template <class R>
+constexpr u32 kTogether = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
+
+// Multiplies the tiles that are held, in the order in which consume_tiles() would have added them. A group that is held in part
+// goes on from the ring, at a pair of tiles.
+template <class R, class B, class G, u32 kTiles, bool kEverywhere, bool kWhole>
+MK_DEV void consume_held(const B& block, const Held<G, kTiles, kEverywhere, kWhole, B>& held, u32 tiles, smem_ptr<char> activations,
+                         smem_ptr<float> partials, Progress<B>& at) {
+  constexpr u32 kPanelBytes = kPanel * 2 * B::kTokens;
+  const u32 g = block.lane() / 4, q = block.lane() % 4;
+  const smem_ptr<char> x = activations.template at<char>(block.warp() * kPanelBytes);
+#pragma unroll
+  for (u32 i = 0; i < kTiles; ++i) {
+    const u32 piece = i % G::kPieces;
+#pragma unroll
+    for (u32 round = 0; round < held.kRounds; ++round)
+      if (held.has_panel(block, round))
+        at.sums[piece % kTogether<R>].multiply(held.weights[i][round],
+                                               x.template at<char>((piece * G::kPanels + round * B::kWarps) * kPanelBytes), g, q);
+    if (piece + 1 != G::kPieces) continue;
+    if (G::kPieces != 1) at.sums[0].add(at.sums[1]);
+    if (kEverywhere || i < tiles)
+      leave_partials(block, partials + i / G::kPieces * B::kWarps * B::kTokens * kGroupRows, at.sums[0], false);
+    at.sums[0] = at.sums[1] = TileSums<B::kTokens>();
+  }
+  at.group += tiles / G::kPieces, at.piece = tiles % G::kPieces;
+}
+
+// Consumes the tiles of row groups [first, last) of one chunk (of all parts' chunks), as far as `at` has not, and leaves each group's
+// partial sums, or adds them to those there. Where a group is one tile, tiles of neighbouring groups go together.
 template <class G, class B, class R>
 MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, bool add,
-                          smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op) {
-  constexpr u32 kAtOnce = kTilesAtOnce < R::kStages ? kTilesAtOnce : R::kStages;
+                          smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op, Progress<B>& at) {
   constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
-  constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kAtOnce == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
-  u32 group = first, piece = 0;
-  TileSums<B::kTokens> sums[kTilesAtOnce];
+  constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kTogether<R> == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
 #pragma unroll 1
-  while (group < last) {
-    const u32 count = min_u32(kAtOnce, kSingle ? last - group : G::kPieces - piece);
-    if (ends_op && group + (kSingle ? count : 1) >= last && (kSingle || piece + count >= G::kPieces)) block.meeting(meeting, true);
-    const u32 tile = group * u32(s.pieces) + chunk * G::kPieces + piece;
+  while (at.group < last) {
+    const u32 count = min_u32(kTogether<R>, kSingle ? last - at.group : G::kPieces - at.piece);
+    if (ends_op && at.group + (kSingle ? count : 1) >= last && (kSingle || at.piece + count >= G::kPieces)) block.meeting(meeting, true);
+    const u32 tile = at.group * u32(s.pieces) + chunk * G::kPieces + at.piece;
     smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
 #pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i)
+    for (u32 i = 0; i < kTogether<R>; ++i)
       if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
-    if (group == first && piece == 0) trace(block.cx, Event::kTile, site, tile);
-    const smem_ptr<char> x = activations.template at<char>(piece * kTileBytes);
+    if (at.group == first && at.piece == 0) trace(block.cx, Event::kTile, site, tile);
+    const smem_ptr<char> x = activations.template at<char>(at.piece * kTileBytes);
     if (kAlwaysAll || count == kTilesAtOnce) {
-      multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, sums);
+      multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
       reader.template release<kTilesAtOnce>();
     } else {
-      multiply_tiles<1, G::kPanels>(block, tiles, x, 0, sums);
+      multiply_tiles<1, G::kPanels>(block, tiles, x, 0, at.sums);
       reader.template release<1>();
     }
-    piece += count;
-    if (!kSingle && piece < G::kPieces) continue;
-    if (!kSingle) sums[0].add(sums[1]);
+    at.piece += count;
+    if (!kSingle && at.piece < G::kPieces) continue;
+    if (!kSingle) at.sums[0].add(at.sums[1]);
     const u32 groups = kSingle ? count : 1;
 #pragma unroll
     for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i < groups) leave_partials(block, partials + (group - first + i) * B::kWarps * B::kTokens * kGroupRows, sums[i], add);
-      sums[i] = TileSums<B::kTokens>();
+      if (i < groups) leave_partials(block, partials + (at.group - first + i) * B::kWarps * B::kTokens * kGroupRows, at.sums[i], add);
+      at.sums[i] = TileSums<B::kTokens>();
     }
-    group += groups, piece = 0;
+    at.group += groups, at.piece = 0;
   }
 }
 
@@ -245,29 +327,43 @@ MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 tu
 // its own where a buffer is reused); `finish(partials, first, count)` takes the warps' sums of row groups, counted from the
 // block's first; `settle()` is called once, before the barrier that the first of them follows. kEnds: the block meets behind the
 // last finish. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
-template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Settle, class Finish>
+// `held`: what hold_tiles() has taken of the first batch, of a matrix whose input comes in one piece.
+template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Settle, class Finish, class H = NothingHeld>
 MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Settle settle,
-                      Finish finish) {
+                      Finish finish, const H& held = {}) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
   const u32 chunks = u32(s.pieces) / (G::kPieces * G::kWays);
   u32 turn = 0;
+  Progress<B> ahead = {own.begin};
+  const auto gather_chunk = [&](u32 column) {
+    trace(block.cx, Event::kWait, site, column);
+    gather(column * kChunkColumns, kChunkColumns);
+    block.sync();
+    trace(block.cx, Event::kReady, site, column);
+  };
+  if constexpr (H::kTiles != 0) {  // before the loop: else the held weights would live as long as it
+    static_assert(H::kTiles <= kBatch * G::kPieces && G::kWays == 1, "held tiles belong to the first batch");
+    const u32 tiles = held.count(own);
+    gather_chunk(0);
+    block.meeting(smem.meeting, tiles == (own.end - own.begin) * G::kPieces);
+    consume_held<R>(block, held, tiles, activations, partials_of<kBatch>(block, smem, 0), ahead);
+  }
   for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
     for_each_pass(kBatch, chunks, groups, [&](u32 first, u32 last, u32 chunk) {
       const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
       const u32 item = part * u32(s.groups) + first, column = part * chunks + chunk;
       const bool ends = chunk + 1 == chunks;
-      if (chunks > 1 || first == groups.begin) {
+      if (H::kTiles == 0 && (chunks > 1 || first == groups.begin)) {
         if (chunk != 0) block.sync();  // everybody is done with the activations before; behind a batch, the block has met
-        trace(block.cx, Event::kWait, site, column);
-        gather(column * kChunkColumns, kChunkColumns);
-        block.sync();
-        trace(block.cx, Event::kReady, site, column);
+        gather_chunk(column);
         block.meeting(smem.meeting, false);
       }
-      consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
-                       ends && item + (last - first) == own.end);
+      Progress<B> begun = {first};
+      if (!H::kWhole)
+        consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
+                         ends && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
       trace(block.cx, Event::kTaken, site, reader.taken.now());
       if (ends) {
         if (item == own.begin) settle();
@@ -282,19 +378,20 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
 
 // A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kMeets: all warps' results are there at
 // the end; else they are known within the warp.
-template <u32 kBatch, class G, bool kMeets, class B, class R, class Gather, class Epilogue, class Scale = Unscaled>
+template <u32 kBatch, class G, bool kMeets, class B, class R, class Gather, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
 MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Epilogue epilogue,
-                       Scale scale = {}) {
+                       Scale scale = {}, const H& held = {}) {
   const u32 begin = own_groups(block.cx, s).begin;
   float factor = 1.0f;
   const auto settle = [&] { scale.settle(); };
-  run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
+  const auto finish = [&](smem_ptr<float> partials, u32 first, u32 count) {
     const auto scaled = [&] {  // no thread has a group in a later batch, but none in the first
       if (first == 0) factor = scale.factor(own_token(block));
       return factor;
     };
     finish_batch<kBatch>(block, partials, begin + first, begin + first + count, scaled, epilogue);
-  });
+  };
+  run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, finish, held);
 }
 
 }  // namespace mk

@@ -74,6 +74,16 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
       });
 }
 
+// Copies a vector out of the ring, for tiles behind it to be taken before it is read. Needs a sync() before reads.
+template <class B, class R>
+MK_DEV void copy_vector(const B& block, R& reader, u32 site, u32 bytes, smem_ptr<char> to) {
+  const smem_ptr<char> from = reader.wait_stage(site, 0);
+#pragma unroll 1
+  for (u32 at = block.thread * 16; at < bytes; at += B::kThreads * 16)
+    ptx::st_shared<u32x4>(to.template at<u32x4>(at), ptx::ld_shared<u32x4>(from.template at<u32x4>(at)));
+  reader.release();
+}
+
 enum class RowOp { kSum, kMax };
 
 // A thread's parts of row reductions, of the units that it gathers. Their last elements are taken apart from the others, all in

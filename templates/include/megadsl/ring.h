@@ -128,6 +128,16 @@ struct Reader {
     wait_barrier(cx, site, tile, ring.full + there.slot, there.parity);
     return ring.stage(there.slot);
   }
+  // Waits for the next `count` stages, one after the other: code of one wait. The i-th is then stage(i).
+  MK_DEV void wait_stages(u32 site, u32 tile, u32 count) const {
+    Cursor<R::kStages> there = at;
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i, there.advance()) wait_barrier(cx, site, tile + i, ring.full + there.slot, there.parity);
+  }
+  MK_DEV smem_ptr<char> stage(u32 ahead) const {
+    const u32 slot = at.slot + ahead;
+    return ring.stage(slot < R::kStages ? slot : slot - R::kStages);
+  }
   // Lets the loader have the next kCount stages; all lanes of the warp are done with them.
   template <u32 kCount = 1>
   MK_DEV void release() {

@@ -213,6 +213,7 @@ def stage_too_large(s: ScheduleBlock) -> None:
 
 
 def ring_too_short(s: ScheduleBlock) -> None:
+    s["lm_head"].prefetch(registers=0)
     s.ring("weights", stages=1)
     # MK177 `s.ring(` | ring 'weights' has 1 stages, but 'lm_head' reads 2 vectors at once | use at least 2 stages
     # mend: stages=1 => stages=«2»
@@ -264,6 +265,18 @@ def role_without_warps(s: ScheduleBlock) -> None:
     s.role("consumer")  # type: ignore[call-arg]
     # MK220 `s.role(` | missing 1 required keyword-only argument: 'warps' | call it as ScheduleBlock.role(
     # mend: "consumer") => "consumer", «warps»=8)
+
+
+def held_rows(s: ScheduleBlock) -> None:
+    s["attention"].prefetch(registers=2)
+    # MK243 `s["attention"].prefetch(` | it streams no weights of its own | hold tiles of the linears
+    # mend: "attention" => "o_proj"
+
+
+def more_held_than_a_batch(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(registers=9)
+    # MK243 `s["o_proj"].prefetch(` | a tile takes 4 registers of a thread, a batch of row groups has 3 | use at most 3
+    # mend: registers=9 => registers=«at most (\d+)»
 
 
 def parts_of_one_tile(s: ScheduleBlock) -> None:

@@ -21,6 +21,7 @@ MK_OP u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size;
 MK_OP u32 cluster_size() { return host::rt.cluster_size; }
 
 MK_PTX u32 opaque(u32 v) { return v; }
+MK_PTX void await(u32) {}
 
 #else
 
@@ -47,6 +48,9 @@ MK_PTX u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+
+// What follows begins when the value is there, so that a load has returned.
+MK_PTX void await(u32 v) { asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x7fc1e355; @p nanosleep.u32 0; }" ::"r"(v) : "memory"); }
 
 #endif
 

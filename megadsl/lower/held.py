@@ -1,0 +1,108 @@
+"""How many of a linear's first tiles its consumers hold in registers while they wait for its input.
+
+Around the hand-offs between blocks the ring is full and HBM idles. A tile that moves on into registers makes room for another copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.dsl.overrides import Overrides
+from megadsl.ir.graph import Graph, Linear, Op
+from megadsl.ir.schedule import Schedule
+from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_part_groups
+from megadsl.lower.operands import vectors
+from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
+from megadsl.lower.tiling import PANEL, tiling
+from megadsl.machine import Machine
+from megadsl.types import ceil_div
+
+NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
+
+KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
+TILES_AT_ONCE = 2  # mk::kTilesAtOnce
+VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
+REGISTER_UNIT = 8  # registers are given to a thread in eights
+
+
+def hold_tiles(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> Schedule:
+    """``schedule`` with a number for every op. MK243, at the line of ``overrides``, for what the user asks and no block can do."""
+    asked = overrides or Overrides(schedule.arch, ())
+    chosen = []
+    with collecting() as found:
+        for how in schedule.ops:
+            op, tiles = graph.op(how.op), how.prefetch.registers
+            if tiles is None:
+                tiles = _default(graph, schedule, machine, op)
+            elif tiles:
+                _check(graph, schedule, machine, op, tiles, asked, found)
+            chosen.append(replace(how, prefetch=replace(how.prefetch, registers=tiles)))
+    return replace(schedule, ops=tuple(chosen))
+
+
+def tile_registers(op: Linear, warps: int) -> int:
+    """Registers of a thread that hold its part of one tile."""
+    return ceil_div(tiling(op).tile_columns // PANEL, warps) * VECTOR_REGISTERS
+
+
+def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
+    """Registers that a thread has beyond ``needed``."""
+    threads = sum(r.warps for r in schedule.roles) * WARP_THREADS
+    return min(machine.registers_per_thread, machine.registers_per_sm // threads // REGISTER_UNIT * REGISTER_UNIT) - needed
+
+
+def _splits_a_pair(op: Linear, tiles: int) -> bool:
+    """A group that is held in part goes on from the ring at a pair of tiles: else sums would be added up in another order."""
+    return tiles % tiling(op).pieces % TILES_AT_ONCE != 0
+
+
+def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
+    """Tiles that fit ``registers`` and belong to the first batch of row groups."""
+    most = min(schedule.batch * tiling(op).pieces, registers // tile_registers(op, schedule.consumer.warps))
+    return next(n for n in range(max(0, most), -1, -1) if not _splits_a_pair(op, n))
+
+
+def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
+    """As many as every block has and the kernel leaves registers for, where the op finds the ring full and its vectors find room."""
+    if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
+        return 0
+    if _before(graph, schedule, op) > machine.smem_per_block or (vectors(op) and not copies_fit(op, graph, schedule)):
+        return 0
+    least = least_groups(op, schedule) * tiling(op).pieces
+    fitting = _most(graph, schedule, op, _spare(schedule, machine, KERNEL_REGISTERS))
+    return next(n for n in range(min(least, fitting), -1, -1) if not _splits_a_pair(op, n))
+
+
+def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:
+    """Bytes of weights that the busiest block streams in the op before, in a loop the one of the layer before: more than shared
+    memory, and the ring has been emptied by its end."""
+    index = graph.ops.index(op)
+    before = graph.ops[index - 1]
+    if op.loop is not None and before.loop != op.loop:
+        before = [o for o in graph.ops if o.loop == op.loop][-1]
+    if not isinstance(before, Linear):
+        return 0
+    return own_part_groups(before, schedule) * tiling(before).group_bytes // schedule.op(before.name).ways
+
+
+def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: int, asked: Overrides, found: Collector) -> None:
+    span = asked.said(op.span, "registers", op.name)
+
+    def refuse(why: str, how: str) -> None:
+        found.add(NOT_HELD, span, op=op.name, tiles=tiles, why=why, how=how)
+
+    if not isinstance(op, Linear):
+        refuse("it streams no weights of its own", "hold tiles of the linears")
+        return
+    pieces, chunk = tiling(op).pieces, chunk_pieces(op, graph, schedule)
+    most = _most(graph, schedule, op, _spare(schedule, machine, MIN_REGISTERS))
+    if schedule.op(op.name).ways > 1:
+        refuse("its columns are split", "use registers=0, or .columns(ways=1)")
+    elif chunk != pieces:
+        refuse(f"its input comes in {pieces // chunk} chunks", f"use registers=0, or .split(chunk={pieces}) where shared memory allows it")
+    elif tiles > most:
+        each = tile_registers(op, schedule.consumer.warps)
+        refuse(f"a tile takes {each} registers of a thread, a batch of row groups has {schedule.batch * pieces}", f"use at most {most}")
+    elif _splits_a_pair(op, tiles):
+        refuse(f"a row group has {pieces} tiles, which are multiplied in pairs", f"use registers={tiles - 1}")
