@@ -23,6 +23,7 @@ from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
 from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
+from megadsl.trace.layout import describe
 
 DEFAULT_MAX_KV = 2048
 
@@ -102,7 +103,7 @@ def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> di
         "exchange_fill": [list(fill) for fill in state.exchange_fills],
         "rope": None if attention is None or attention.rope is None else asdict(attention.rope),
         "kv": None if attention is None else _kv(attention, state.schedule.max_kv),
-        "stamps": {"names": list(plan.stamps), "sites": len(plan.stamps), "layers": max(1, graph.layers)},
+        "trace": describe(plan),
         "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
         "pack": [{**asdict(r), "dtype": "bf16"} for r in plan.packs],
         "shape": [word for record in plan.shape for word in record.words],

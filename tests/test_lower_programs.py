@@ -110,13 +110,6 @@ def test_l2_prefetch_stands_where_the_user_put_it() -> None:
     assert [(i.call, i.op) for i in attention.body] == [("prefetch_l2", "o_proj"), ("load_cache", "attention")]
 
 
-def test_stamps_are_numbered_in_program_order() -> None:
-    plan = model("llama-tiny").plan
-    stamped = [i.args["index"] for i in instructions(plan.program("consumer").body) if i.verb is Verb.STAMP]
-    assert stamped == list(range(len(plan.stamps))) and len(set(plan.stamps)) == len(plan.stamps)
-    assert plan.stamps[:3] == ("embed_tokens.end", "qkv_proj.ready", "qkv_proj.end")
-
-
 def without(plan: Plan, role: str, call: str) -> Plan:
     """The plan with one kind of instruction taken out of a role."""
 

@@ -75,7 +75,7 @@ def test_step() -> None:
         "abort_word": area("abort"),
         "gates": area("gates"),
         "meeting": area("meeting"),
-        "stamps": len(s.plan.stamps),
+        "records": s.plan.records,
     }
 
 

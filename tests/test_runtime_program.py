@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,8 +11,9 @@ from megadsl.diagnostics import MegadslError
 from megadsl.runtime.control import EPOCH, KV_LEN, STEPS, MegakernelHang
 from megadsl.runtime.generate import Generator, _Text
 from megadsl.runtime.pack import pack_weights
-from megadsl.runtime.program import Program
-from megadsl.runtime.stamps import read_stamps, render, stage_times
+from megadsl.runtime.program import TRACE, Program
+from megadsl.trace.activity import activities
+from megadsl.trace.records import read_timeline
 from tests.gpu import probe
 from tests.test_runtime_gguf import write_small
 
@@ -105,32 +105,19 @@ def test_capture_and_reset(device: str) -> None:
     assert program.addresses()["rope"] == 0 and program.addresses()["control"] % 16 == 0
 
 
-def test_stamps_become_a_table(device: str) -> None:
-    program = program_on(device, defines={"MK_STAMPS": "1"})
-    with pytest.raises(MegadslError, match="MK460"):
-        read_stamps(program.manifest, program.buffers["stamps"])
+def test_a_timeline_of_the_last_launch(device: str) -> None:
+    program = program_on(device, defines={TRACE: "1"})
     program.control.set_inputs(0, [7], [0], [1])
-    program.launch()
+    for _ in range(2):
+        program.launch()
     program.check()
-    stamps = read_stamps(program.manifest, program.buffers["stamps"])
-    assert stamps.shape == (3, 2, 1) and np.count_nonzero(stamps) == 4
-    (row,) = stage_times(program.manifest, stamps)
-    assert row.stage == "gather.end" and row.times == 1 and row.span == "probe.cu:20"
-    assert "gather.end" in render([row]) and "total" in render([row])
-
-
-def test_stage_times_over_layers() -> None:
-    manifest = {"blocks": 2, "sites": [], "stamps": {"names": ["in.end", "a.end", "b.end", "head.end"], "sites": 4, "layers": 2}}
-    stamps = np.zeros((2, 4, 2), np.uint64)
-    for block, late in enumerate((0, 1000)):
-        stamps[block, 0, 0] = 10_000
-        stamps[block, 1] = (12_000, 18_000 + late)
-        stamps[block, 2] = (15_000, 21_000 + late)
-        stamps[block, 3, 0] = 30_000 + late
-    rows = {r.stage: r for r in stage_times(manifest, stamps)}
-    assert list(rows) == ["a.end", "b.end", "head.end"]
-    assert rows["b.end"].median_us == 3.0 and rows["b.end"].step_us == 6.0
-    assert rows["a.end"].median_us == 2.5 and rows["head.end"].times == 1
+    timeline = read_timeline(program.manifest, program.buffers["trace"].cpu().numpy())
+    assert (len(timeline.blocks), timeline.epoch, timeline.lost) == (3, 2, 0)
+    first, *others = (activity.executions for activity in activities(timeline, 1.0))
+    assert [run.phase for run in first] == ["signal", "gather"] and len(first[1].waits) == 1
+    assert all(not run.waits for runs in others for run in runs), "only block 0 waits"
+    assert 0 <= first[1].waits[0][1] - first[1].waits[0][0] <= first[1].end - first[1].began <= timeline.step_us
+    assert program_on(device).buffers["trace"].numel() == 0, "no room is taken without the define"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ namespace {
 // role: loader
 // One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
 MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
+  mk::trace_enter(cx, buffers.trace, {0, 2, 0}, u32(s.step.records));
   mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step.kv_len);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
@@ -84,16 +85,19 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   tape.play(0, layer_begin);
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
+    mk::trace_clock(cx);
     tape.play(layer_begin, layer_end);
   }
   cx.layer = 0;
   tape.play(layer_end, tape.size);
   tape.loader.drain();
+  mk::trace_leave(cx, step.epoch);
 }
 
 // role: consumer
 // All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
+  mk::trace_enter(cx, buffers.trace, {1, 2, 1}, u32(s.step.records));
   Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
@@ -109,11 +113,11 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::run_embed(block, s.embed_tokens, step, out);
     out.publish(block, 6);
     mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
-    if (block.warp() == 0) mk::stamp(cx, buffers, 0, u32(s.step.stamps), layers);
   }
 
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
+    mk::trace_clock(cx);
 
     // qkv_proj: 960 x 576  [llama.py:20]
     {
@@ -136,7 +140,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                 block, 9, s.x_exchange, epoch * (layers + 1) + layer, begin,
                 u32(s.qkv_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
             read_loader.release();
-            if (block.warp() == 0) mk::stamp(cx, buffers, 1, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             const u32 row = group * mk::kGroupRows + 2 * pair;
@@ -153,7 +156,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }});
       out.publish(block, 10);
-      if (block.warp() == 0) mk::stamp(cx, buffers, 2, u32(s.step.stamps), layers);
     }
 
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
@@ -162,7 +164,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
-      if (block.warp() == 0) mk::stamp(cx, buffers, 3, u32(s.step.stamps), layers);
     }
 
     // attention: add the splits  [llama.py:28]
@@ -171,7 +172,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const mk::Publication<mk::Tagged, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
       mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
       out.publish(block, 15);
-      if (block.warp() == 0) mk::stamp(cx, buffers, 4, u32(s.step.stamps), layers);
     }
 
     // o_proj: 576 x 576  [llama.py:29]
@@ -185,7 +185,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 16, s.attention_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
-            if (block.warp() == 0) mk::stamp(cx, buffers, 5, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // x + o_proj
@@ -196,7 +195,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           });
       out.publish(block, 17);
       mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
-      if (block.warp() == 0) mk::stamp(cx, buffers, 6, u32(s.step.stamps), layers);
     }
 
     // gate_up_proj: 3072 x 576  [llama.py:31]
@@ -223,7 +221,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
                 block, 20, s.o_proj_exchange, epoch * layers + layer, begin,
                 u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // o_proj
-            if (block.warp() == 0) mk::stamp(cx, buffers, 7, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
@@ -240,7 +237,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }}, gate_up_proj_held);
       out.publish(block, 21);
-      if (block.warp() == 0) mk::stamp(cx, buffers, 8, u32(s.step.stamps), layers);
     }
 
     // down_proj: 576 x 1536  [llama.py:32]
@@ -254,7 +250,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           [&](u32 begin, u32 columns) {
             mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 23, s.gate_up_proj_exchange, epoch * layers + layer, begin,
                              mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
-            if (block.warp() == 0) mk::stamp(cx, buffers, 9, u32(s.step.stamps), layers);
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // o_proj + down_proj
@@ -265,7 +260,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           });
       out.publish(block, 24);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
-      if (block.warp() == 0) mk::stamp(cx, buffers, 10, u32(s.step.stamps), layers);
     }
   }
   cx.layer = 0;
@@ -295,7 +289,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
               block, 27, s.x_exchange, epoch * (layers + 1) + layers, begin,
               u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
-          if (block.warp() == 0) mk::stamp(cx, buffers, 11, u32(s.step.stamps), layers);
         },
         [&](u32 group, u32 pair, u32 token, float even, float odd) {
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
@@ -314,9 +307,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::reduce_best(block, scratch, best, winners);
       mk::choose_tokens(block, 28, s.lm_head_best_exchange, epoch, scratch, winners);
     }
-    if (block.warp() == 0) mk::stamp(cx, buffers, 12, u32(s.step.stamps), layers);
   }
   mk::finish_step(block, step, true);
+  mk::trace_leave(cx, step.epoch);
 }
 
 // role: common

@@ -14,6 +14,7 @@ from megadsl.cli import compile as _compile
 from megadsl.cli import doctor as _doctor
 from megadsl.cli import explain as _explain
 from megadsl.cli import run as _run
+from megadsl.cli import trace as _trace
 from megadsl.diagnostics import MegadslError, MegadslWarning
 from megadsl.version import __version__
 
@@ -43,6 +44,7 @@ app.command("check", epilog=_check.EXAMPLE)(_check.command)
 app.command("run", epilog=_run.EXAMPLE)(_run.command)
 app.command("bench", epilog=_bench.EXAMPLE)(_bench.command)
 app.command("explain", epilog=_explain.EXAMPLE)(_explain.command)
+app.command("trace", epilog=_trace.EXAMPLE)(_trace.command)
 app.command("doctor", epilog=_doctor.EXAMPLE)(_doctor.command)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
+
+if TYPE_CHECKING:
+    from megadsl.runtime.bench import Timed
 
 EXAMPLE = "Example: megadsl bench llama-3.2-1b --tokens 1,5 --kv 512,2000 --out build/bench.json"
 
@@ -28,7 +31,9 @@ def command(
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
     ] = 120,
-    stamps: Annotated[bool, typer.Option("--stamps", help="Also print where a step of the first pair spends its time.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="Also write the timeline of the first pair, and say what recording costs.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON.")] = None,
     device: On = Device.AUTO,
     config: Config = None,
@@ -67,10 +72,22 @@ def command(
 
     for count in counts:
         measure(count)
-    if stamps:
-        typer.echo(subject_of(counts[0], defines={"MK_STAMPS": "1"}).stamp_table(lengths[0]))
+    if trace is not None:
+        plain = subject_of(counts[0]).timed(lengths[0], replays)
+        recorded = subject_of(counts[0], defines={"MK_TRACE": "1"})
+        typer.echo(_traced(recorded.manifest, plain, recorded.timed(lengths[0], replays), trace))
     if not all(row.passed for row in rows):
         raise typer.Exit(1)
+
+
+def _traced(manifest: Mapping[str, Any], plain: Timed, recorded: Timed, out: Path) -> str:
+    """Write the timeline; its tables, and what it costs."""
+    from megadsl.trace.table import render
+    from megadsl.trace.write import write_timeline
+
+    same = plain.logits.numpy().tobytes() == recorded.logits.numpy().tobytes()
+    cost = f"{plain.ms:.4f} ms, with the timeline {recorded.ms:.4f} ms ({recorded.ms / plain.ms - 1:+.2%})"
+    return f"{render(write_timeline(manifest, recorded.trace, out))}\n{cost}; logits have {'the same' if same else 'OTHER'} bits"
 
 
 def _write(out: Path, results: Mapping[str, object]) -> None:

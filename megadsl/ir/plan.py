@@ -30,7 +30,6 @@ class Verb(Enum):
     SIGNAL = "signal"
     PREFETCH = "prefetch"
     BARRIER = "barrier"
-    STAMP = "stamp"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a role waits or signals. Hang reports, stamps and mutants speak of sites by ``id``.
+    """A place where a role waits or signals. Hang reports, timelines and mutants speak of sites by ``id``.
 
     kind: ring.empty, ring.full, exchange, gate, publish. ``expects`` says in words what the expected value means.
     """
@@ -223,7 +222,7 @@ class Plan:
     tunables: Tunables
     programs: tuple[Program, ...]
     sites: tuple[Site, ...]
-    stamps: tuple[str, ...]
+    records: int  # room for the timeline of a role, in a build that leaves one
     exchanges: tuple[Exchange, ...]
     areas: tuple[Area, ...]
     stages: tuple[StageRecord, ...]

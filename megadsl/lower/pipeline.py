@@ -25,6 +25,7 @@ from megadsl.lower.programs import Builder, build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
 from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
 from megadsl.machine import Machine
 
@@ -50,6 +51,7 @@ class Lowering:
     memory: Memory = field(init=False)
     programs: tuple[Program, ...] = field(init=False)
     builder: Builder = field(init=False)
+    records: int = field(init=False)
     shape: tuple[Record, ...] = field(init=False)
     plan: Plan = field(init=False)
 
@@ -98,8 +100,8 @@ def _program(state: Lowering) -> None:
 
 
 def _shape(state: Lowering) -> None:
-    stamps = len(state.builder.stamps)
-    state.shape = build_shape(state.graph, state.schedule, state.exchanges, state.packed, state.memory, stamps)
+    state.records = timeline_records(state.graph, state.schedule)
+    state.shape = build_shape(state.graph, state.schedule, state.exchanges, state.packed, state.memory, state.records)
 
 
 def _plan(state: Lowering) -> None:
@@ -120,7 +122,7 @@ def _plan(state: Lowering) -> None:
         ),
         programs=state.programs,
         sites=tuple(state.builder.sites),
-        stamps=tuple(state.builder.stamps),
+        records=state.records,
         exchanges=state.exchanges,
         areas=state.memory.areas,
         stages=tuple(_stage_records(graph)),
@@ -133,7 +135,6 @@ def _plan(state: Lowering) -> None:
             "exchange": state.exchange_bytes,
             "logits": graph.tokens * graph.vocab * 4,
             "rope": schedule.max_kv * max(ropes, default=0) // 2 * 8,
-            "stamps": schedule.blocks * len(state.builder.stamps) * max(1, graph.layers) * 8,
         },
         smem_bytes=state.memory.bytes,
     )

@@ -23,23 +23,18 @@ MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code f
 
 @dataclass
 class Builder:
-    """Numbers sites and stamps while the programs are built, in program order: ids are stable for a given plan."""
+    """Numbers sites while the programs are built, in program order: ids are stable for a given plan."""
 
     graph: Graph
     schedule: Schedule
     exchanges: tuple[Exchange, ...]
     chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
     sites: list[Site] = field(default_factory=list)
-    stamps: list[str] = field(default_factory=list)
     full: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
         self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
         return len(self.sites) - 1
-
-    def stamp(self, op: str, what: str, span: Span) -> Instr:
-        self.stamps.append(f"{op}.{what}")
-        return Instr(Verb.STAMP, "stamp", op, span, args={"index": len(self.stamps) - 1})
 
     def exchange(self, name: str) -> Exchange:
         return next(e for e in self.exchanges if e.name == name)
@@ -218,7 +213,6 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),), syncs=("end",))
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
@@ -299,9 +293,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         "own_groups * pieces", prologue, _meetings(builder, op),
         {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "parts": "", **parts},
     )  # fmt: skip
-    if split:
-        yield builder.stamp(op.name, "parts", op.span)
-    else:
+    if not split:
         yield from _results(builder, op, role)
 
 
@@ -312,7 +304,6 @@ def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         yield from _keep(builder, op, op.out)
     if op.sink == "argmax":
         yield _argmax(builder, op, role)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def _rotated(op: Linear) -> Rope | None:
@@ -356,7 +347,6 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
         yield from _rows(op)
     for _ in waits:
         yield Instr(Verb.SIGNAL, "release_vector", op.name, op.span, args={"ring": ring_role})
-    yield builder.stamp(op.name, "ready", op.span)
 
 
 def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -426,7 +416,6 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
-    yield builder.stamp(op.name, "parts", op.span)
 
 
 def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator[str]:
@@ -464,7 +453,6 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
-    yield builder.stamp(op.name, "end", op.span)
 
 
 def instructions(items: Iterable[Item]) -> Iterator[Instr]:

@@ -52,12 +52,12 @@ def kv_bytes(graph: Graph, max_kv: int) -> int:
 
 
 def build_shape(
-    graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], packed: Packed, memory: Memory, stamps: int
+    graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], packed: Packed, memory: Memory, room: int
 ) -> tuple[Record, ...]:
-    """All members of Shape, in order."""
+    """All members of Shape, in order. ``room``: records that the timeline of a role may have."""
     step = (
         schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
-        memory.offset("gates"), memory.offset("meeting"), stamps,
+        memory.offset("gates"), memory.offset("meeting"), room,
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megadsl.diagnostics import declare, error
@@ -22,7 +24,6 @@ from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.generate import Compiled, Generator
 from megadsl.runtime.program import Replay, resolve_device
-from megadsl.runtime.stamps import read_stamps, render, stage_times
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 
 NO_ROOM = declare(
@@ -34,7 +35,6 @@ NO_ROOM = declare(
 FORCED_TOKENS = 32  # at least so many logits are judged
 
 _SEED = 7
-_STAMPED_REPLAYS = 20
 
 
 def forced_rows(tokens: int) -> int:
@@ -132,6 +132,15 @@ def _time_fields(times: Spread, floor_ms: float) -> dict[str, float]:
     return {"ms": times.median, "ms_p10": times.p10, "ms_p90": times.p90, "of_floor": times.median / floor_ms}
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A step by itself: milliseconds, logits (tokens, vocab) fp32, the bytes of the trace buffer."""
+
+    ms: float
+    logits: torch.Tensor
+    trace: npt.NDArray[np.uint8]
+
+
 class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
@@ -208,14 +217,14 @@ class Subject:
         host_us = host_microseconds(self.generator.program)
         return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows)
 
-    def stamp_table(self, kv: int) -> str:
-        """Where the time of a step on ``kv`` cached rows goes; of a build with MK_STAMPS, else MK460."""
+    def timed(self, kv: int, replays: int) -> Timed:
+        """The step on ``kv`` cached rows, alone: its median time, its logits, and its timeline where the build leaves one."""
         self.fill(kv)
-        step = self._ready(self._ids(), kv)
-        for _ in range(_STAMPED_REPLAYS):
-            step.replay()
-        self.generator.program.check()
-        return render(stage_times(self.manifest, read_stamps(self.manifest, self.generator.program.buffers["stamps"])))
+        ours, _ = self._contestant(self._ready(self._ids(), kv))
+        times = self.clock.times([ours], replays)
+        program = self.generator.program
+        program.check()
+        return Timed(times[ours.name].median, program.logits.cpu().clone(), program.buffers["trace"].cpu().numpy().copy())
 
     def _ids(self) -> list[int]:
         ids: list[int] = torch.randint(0, self.manifest["vocab"], (self.count,), generator=self._random, device=self.device).tolist()

@@ -27,7 +27,8 @@ ARENA_SIZE = declare(
 )
 DEVICE_UNKNOWN = declare("MK448", "there is no device {device!r}", "choose cuda, cuda:N or cpu")
 
-BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "stamps")  # in the order of mk::Buffers
+BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace")  # in the order of mk::Buffers
+TRACE = "MK_TRACE"  # the define of a build that leaves a timeline
 
 
 class Snapshot:
@@ -69,7 +70,8 @@ class Program:
     ``manifest`` and ``source`` (the text of kernel.cu) are the compiler's; ``weights`` is the packed arena on ``device``
     ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU. ``timeout_s`` is how long a wait
     may last on a GPU, ``patience_s`` how long the host waits while no launch ends (other work may keep the GPU); ``seed`` and
-    ``policy`` order the emulator's schedule. ``defines`` are compile-time switches.
+    ``policy`` order the emulator's schedule. ``defines`` are compile-time switches; with TRACE among them each launch leaves its
+    timeline in ``buffers["trace"]`` (megadsl.trace), which is empty otherwise.
 
     Launches and all else that methods of a program and its ``control`` enqueue run one after the other in the order of the
     calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
@@ -94,7 +96,10 @@ class Program:
         policy: int = 0,
         defines: Mapping[str, str] | None = None,
     ) -> None:
-        self.manifest = manifest
+        self.manifest = {
+            **manifest,
+            "buffers": {**manifest["buffers"], "trace": manifest["trace"]["bytes"] if TRACE in (defines or {}) else 0},
+        }
         self.device = resolve_device(device, manifest["arch"])
         self.seed, self.policy = seed, policy
         self.mutant: Mutant | None = None

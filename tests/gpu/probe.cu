@@ -12,8 +12,8 @@ struct Shape {
 
 namespace {
 
-constexpr u32 kGather = 0;  // the only site
-constexpr u32 kStamps = 2;
+constexpr u32 kGather = 0, kSignal = 1;  // sites
+constexpr u32 kRecords = 6;  // of the timeline
 
 MK_DEV bool gather(const mk::Context& cx, const u32* words, u32 epoch) {
   for (u32 other = 0; other < ptx::num_blocks(); ++other) {
@@ -49,19 +49,23 @@ MK_DEV void answer(const mk::Buffers& b, const Shape& s, u32 epoch) {
 }  // namespace
 
 extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, const __grid_constant__ Shape s) {
-  const mk::Context cx = mk::enter(b, ptx::smem_base().at<u32>(0), mk::Divisor::of(ptx::num_blocks()));
+  mk::Context cx = mk::enter(b, ptx::smem_base().at<u32>(0), mk::Divisor::of(ptx::num_blocks()));
   if (!mk::may_run(b)) return;
   const u32 epoch = ptx::ld_global<u32>(&b.control->epoch);
   const u32 silent = ptx::ld_global<u32>(reinterpret_cast<const u32*>(b.kv));
   if (ptx::thread_id() == 0) mk::init_block(cx);
   ptx::syncthreads();
-  mk::stamp(cx, b, 0, kStamps, 1);
   u32* words = reinterpret_cast<u32*>(b.exchange);
   if (ptx::thread_id() != 0) return;
+  mk::trace_enter(cx, b.trace, {0, 1, 0}, kRecords);
   if (silent != cx.block + 1) ptx::st_release(words + 4 * cx.block, epoch);
-  if (cx.block != 0 || !gather(cx, words, epoch)) return;
-  answer(b, s, epoch);
-  mk::stamp(cx, b, 1, kStamps, 1);
+  mk::trace(cx, mk::Event::kEnd, kSignal);
+  mk::trace(cx, mk::Event::kWait, kGather);
+  if (cx.block == 0 && gather(cx, words, epoch)) {
+    mk::trace(cx, mk::Event::kReady, kGather);
+    answer(b, s, epoch);
+  }
+  mk::trace_leave(cx, epoch);
 }
 
 #if defined(MK_HOST)

@@ -29,15 +29,27 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
         **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "blocks": blocks, "threads": 32, "cluster": 1, "smem_bytes": 1024},
         **{"layers": 1, "vocab": VOCAB, "max_kv": MAX_KV, "rope": None, "kv": None, "exchange_fill": [[0, 16 * blocks, 0xFF]]},
         **{
-            "stamps": {"names": ["gather.begin", "gather.end"], "sites": 2, "layers": 1},
+            "trace": trace_layout(blocks),
             "sites": [site],
             "pack": [table],
             "shape": [VOCAB],
         },
         "buffers": {
             **{"control": 512, "weights": 256, "kv": 16, "exchange": 16 * blocks, "logits": TOKENS * VOCAB * 4},
-            **{"rope": 0, "stamps": blocks * 2 * 8},
+            "rope": 0,
         },
+    }
+
+
+def trace_layout(blocks: int) -> dict[str, Any]:
+    phases = [
+        {"name": name, "op": name, "span": "probe.cu:20", "looped": False, "sites": [site], "loader": ""}
+        for name, site in (("signal", 1), ("gather", 0))
+    ]
+    end = {"value": "epoch", "looped": False, "slope": 0, "round": 0}
+    return {
+        **{"records": 6, "bytes": blocks * 7 * 16, "roles": [{"name": "consumer", "kind": "consumer", "stages": 0}], "phases": phases},
+        **{"signals": [{**end, "phase": "signal"}], "waits": [{**end, "phase": "gather", "whole": True}]},
     }
 
 

@@ -172,6 +172,7 @@ struct Softmax {
 // Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
 template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
+  trace(block.cx, Event::kWait, site, unit.split);
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
   const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
@@ -290,6 +291,14 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
   }
 }
 
+// All parts of a unit are stored: with flags, says so.
+template <class Wire, class B>
+MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 unit) {
+  chaos(block.cx, Place::kSignal, u32(e.flags), unit);
+  if (Wire::kFlagged && block.thread == 0) ptx::st_release(exchange_round(block.buffers, e, sequence).flags + unit * kFlagStride, sequence);
+  trace(block.cx, Event::kEnd, site, unit);
+}
+
 // Consumer side of attention for all units of this block.
 template <class QkvWire, class PartWire, class T, class P, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
@@ -303,14 +312,14 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
+    trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
       const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
-      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16 + block.lane() / 4;
       const bool active = mine < classes;
-      const u32 row0 = (first_tile + tile) * 16 + block.lane() / 4;
       Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
       const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
@@ -319,6 +328,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         const bool cached = stage < stages;
         const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
         const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
+        if (stage == 0 && cached) trace(block.cx, Event::kTile, ring_site, unit.begin);
         const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
 #pragma unroll 1
         for (u32 i = 0; active && i < count; ++i) {
@@ -339,13 +349,13 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
       }
+      trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
       block.sync();
+      trace(block.cx, Event::kParts, ring_site, u);
       publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
-    chaos(block.cx, Place::kSignal, u32(parts.flags), u);
-    if (PartWire::kFlagged && block.thread == 0)
-      ptx::st_release(exchange_round(block.buffers, parts, parts_sequence).flags + u * kFlagStride, parts_sequence);
+    end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
   // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what

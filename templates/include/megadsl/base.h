@@ -89,7 +89,7 @@ struct Buffers {
   char* exchange;
   float* logits;
   const float* rope;
-  u64* stamps;
+  u32x4* trace;
 };
 static_assert(sizeof(Buffers) == 7 * 8, "Buffers is seven pointers");
 

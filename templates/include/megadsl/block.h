@@ -79,14 +79,17 @@ struct Publication : Outgoing<Wire, B::kTokens> {
       if (block.warp() == 0) {
         ptx::syncwarp();
         if (!lost) this->send();
+        trace(block.cx, Event::kEnd, site);
       }
       block.sync();  // now others may write where the results came from
       return;
     }
     if (!lost) this->send();
-    if (!Wire::kFlagged) return;
-    block.sync();
-    if (!lost) this->raise();
+    if (Wire::kFlagged) {
+      block.sync();
+      if (!lost) this->raise();
+    }
+    trace(block.cx, Event::kEnd, site);
   }
 };
 

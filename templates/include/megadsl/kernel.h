@@ -6,7 +6,6 @@
 #include "megadsl/prologue.h"
 #include "megadsl/rope.h"
 #include "megadsl/sample.h"
-#include "megadsl/stamp.h"
 #include "megadsl/tape.h"
 
 namespace mk {
@@ -30,7 +29,7 @@ struct StepShape {
   i32 abort_word;  // shared memory
   i32 gates;       // shared memory: one word per op whose loads wait for the op to begin
   i32 meeting;     // shared memory: not 0 while the consumers are about to meet other blocks
-  i32 stamps;      // stamps per block and layer
+  i32 records;     // room of a role for its timeline
 };
 
 // Rows of a linear that are rotated: [begin, end).

@@ -252,6 +252,7 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
 #pragma unroll
     for (u32 i = 0; i < kTogether<R>; ++i)
       if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
+    if (at.group == first && at.piece == 0) trace(block.cx, Event::kTile, site, tile);
     const smem_ptr<char> x = activations.template at<char>(at.piece * kTileBytes);
     if (kAlwaysAll || count == kTilesAtOnce) {
       multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
@@ -337,8 +338,10 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   u32 turn = 0;
   Progress<B> ahead = {own.begin};
   const auto gather_chunk = [&](u32 column) {
+    trace(block.cx, Event::kWait, site, column);
     gather(column * kChunkColumns, kChunkColumns);
     block.sync();
+    trace(block.cx, Event::kReady, site, column);
   };
   if constexpr (H::kTiles != 0) {  // before the loop: else the held weights would live as long as it
     static_assert(H::kTiles <= kBatch * G::kPieces && G::kWays == 1, "held tiles belong to the first batch");
@@ -361,6 +364,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
       if (!H::kWhole)
         consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
                          ends && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
+      trace(block.cx, Event::kTaken, site, reader.taken.now());
       if (ends) {
         if (item == own.begin) settle();
         block.sync();

@@ -88,6 +88,7 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
   const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
   const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
   const Round round = exchange_round(block.buffers, parts, sequence);
+  trace(block.cx, Event::kWait, site);
   const u32 rounded = ceil_div(items * lanes, 32) * 32;  // whole warps: lanes without an item still shuffle
 #pragma unroll 1
   for (u32 i = block.thread; i < rounded; i += B::kThreads) {
@@ -109,6 +110,7 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
   }
   if (kMeets) block.sync();
+  trace(block.cx, Event::kReady, site);
 }
 
 }  // namespace mk

@@ -50,6 +50,7 @@ MK_DEV void run_matrix_parts(const B& block, R& reader, u32 site, const LinearSh
     chaos(block.cx, Place::kSignal, u32(e.flags), 0);
     ptx::st_release(exchange_round(block.buffers, e, sequence).flags + block.cx.block * kFlagStride, sequence);
   }
+  trace(block.cx, Event::kEnd, site);
 }
 
 // Row groups that a block owns as features of the value.
@@ -110,6 +111,7 @@ MK_DEV void add_parts(const B& block, u32 site, const ExchangeShape& value, cons
   constexpr u32 kVectors = kSumVectors<B>, kMost = 8, kTurns = ceil_div(kWays, kMost), kAtOnce = ceil_div(kWays, kTurns);
   const RowGroups own = value_groups(block.cx, value, kFold);
   const Round round = exchange_round(block.buffers, e, sequence);
+  trace(block.cx, Event::kWait, site);
 #pragma unroll 1
   for (u32 i = block.thread; i < (own.end - own.begin) * kVectors; i += B::kThreads) {
     const u32 group = own.begin + i / kVectors, vector = i % kVectors;
@@ -120,6 +122,7 @@ MK_DEV void add_parts(const B& block, u32 site, const ExchangeShape& value, cons
     epilogue(group, vector % 2 * 2 + 1, vector / 2, sum[2], sum[3]);
   }
   if (kMeets) block.sync();
+  trace(block.cx, Event::kReady, site);
 }
 
 }  // namespace mk

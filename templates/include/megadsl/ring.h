@@ -70,16 +70,20 @@ struct Loader {
   MK_DEV Loader(const Context& context, R r, Window bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
+    trace_begin(cx);
     while (in_flight >= window.now())
       if (!retire(site, tile)) return;
+    trace_waited(cx, Event::kWindow, site);
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
     if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
+    trace_waited(cx, Event::kFull, site);
     last_site = site;
     chaos(cx, Place::kIssue, site, tile);
     ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
     ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
     issued.advance();
     ++in_flight;
+    trace(cx, Event::kIssue, site, tile, bytes, in_flight);
   }
 
   // Copies must not outlive the block: called last, also when the launch was given up. They land without anybody's help.
@@ -113,6 +117,7 @@ struct Reader {
   const Context& cx;
   R ring;
   Cursor<R::kStages> at;
+  TraceCount taken;
 
   MK_DEV Reader(const Context& context, R r) : cx(context), ring(r) {}
 
@@ -137,6 +142,7 @@ struct Reader {
   template <u32 kCount = 1>
   MK_DEV void release() {
     ptx::syncwarp();
+    taken.add(kCount);
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i) {
       chaos(cx, Place::kRelease, 0, at.slot);

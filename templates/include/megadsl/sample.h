@@ -56,6 +56,7 @@ MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
     const u32x2 mine = ptx::ld_shared<u32x2>(winners + block.thread);
     ptx::st_relaxed(round.vectors + (block.cx.block * kTokens + block.thread), u32x4{mine.x, mine.y, 0u, sequence});
   }
+  trace(block.cx, Event::kWait, site);
   if (block.cx.block != 0) return;
   // Threads share a token's candidates; a thread's token stays the same.
   constexpr u32 kPerToken = B::kThreads / kTokens;
@@ -71,6 +72,7 @@ MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
     });
   ptx::st_shared<u32x2>(scratch + block.thread, u32x2{ptx::float_bits(best.value), best.index});
   block.sync();
+  trace(block.cx, Event::kReady, site);
   if (block.thread < kTokens && !given_up(block.cx)) {
     Best winner;
 #pragma unroll 1
@@ -82,6 +84,7 @@ MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
     ptx::st_global<u32>(block.cx.control->next_ids + block.thread, winner.index == 0x7fffffffu ? 0u : winner.index);
   }
   block.sync();
+  trace(block.cx, Event::kEnd, site);
 }
 
 // Block 0's last act: the control block for the next launch. Every other block has read its inputs long ago, since this

@@ -3,6 +3,7 @@
 #include "megadsl/chaos.h"
 #include "megadsl/layout.h"
 #include "megadsl/ptx.h"
+#include "megadsl/trace.h"
 
 namespace mk {
 
@@ -17,6 +18,9 @@ struct Context {
   u32 layer;
 #if defined(MK_CHAOS)
   Chaos chaos;
+#endif
+#if defined(MK_TRACE)
+  mutable Trace trace;
 #endif
 
   // globaltimer, ns: when a waiter gives the launch up. In shared memory behind the abort word, since only cold code reads it.

@@ -15,6 +15,7 @@ MK_OP u32 thread_id() { return host::rt.lane->thread; }
 MK_OP u32 lane_id() { return host::rt.lane->index; }
 MK_OP u32 warp_id() { return host::rt.lane->thread / kWarpSize; }
 MK_OP u32 block_id() { return host::rt.block->index; }
+MK_OP u32 sm_id() { return host::rt.block->index; }
 MK_OP u32 num_blocks() { return host::rt.num_blocks; }
 MK_OP u32 cluster_rank() { return host::rt.block->index % host::rt.cluster_size; }
 MK_OP u32 cluster_size() { return host::rt.cluster_size; }
@@ -34,6 +35,7 @@ MK_PTX void await(u32) {}
 MK_SPECIAL(thread_id, "%%tid.x")
 MK_SPECIAL(lane_id, "%%laneid")
 MK_SPECIAL(block_id, "%%ctaid.x")
+MK_SPECIAL(sm_id, "%%smid")
 MK_SPECIAL(num_blocks, "%%nctaid.x")
 MK_SPECIAL(cluster_rank, "%%cluster_ctarank")
 MK_SPECIAL(cluster_size, "%%cluster_nctarank")

@@ -13,6 +13,7 @@ namespace mk::ptx {
 
 MK_OP u64 globaltimer() { return host::rt.now_ns; }
 MK_OP u64 clock64() { return host::rt.now_ns; }
+MK_OP u32 clock() { return u32(host::rt.now_ns); }
 
 // The warp loses its turn, once and again for every 512 ns: in virtual time the others decide how long that is.
 MK_OP void nanosleep(u32 ns) {
@@ -35,6 +36,13 @@ MK_PTX void nanosleep(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "me
 MK_PTX u64 clock64() {
   u64 t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+  return t;
+}
+
+// Their low word.
+MK_PTX u32 clock() {
+  u32 t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
   return t;
 }
 

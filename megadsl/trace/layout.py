@@ -1,0 +1,101 @@
+"""What the timeline of a kernel speaks of: its roles, its phases, and who signals whom. The compiler's half, in the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megadsl.check.model import evaluate
+from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
+from megadsl.lower.programs import instructions
+
+RECORD_BYTES = 16
+MOST_SITES = 1 << 12  # a record has 12 bits for a site
+
+_SIGNALS = {
+    "publish": ("value", "round"),
+    "argmax": ("value", "round"),
+    "attention": ("parts", "parts_round"),
+    "matrix": ("parts", "parts_round"),  # where its columns are split
+}
+_WAITS = {
+    "gather": ("value", "round"),
+    "attention": ("qkv", "qkv_round"),
+    "merge": ("parts", "round"),
+    "add_parts": ("parts", "round"),
+    "argmax": ("value", "round"),
+}  # what the kernel marks as a wait; the gather of a residual's rows is part of the gap before it
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The manifest's ``trace``, all plain data:
+
+    records: room of one role, in records of 16 bytes; bytes: of the whole buffer. roles: {name, kind, stages} in the buffer's
+    order; ``stages`` of a loader's ring, 0 for consumers.
+    phases: {name, op, span, looped, sites, loader} in the order in which the consumers run them; ``sites`` are all roles', ``loader``
+    is whose ring the phase takes tiles from, "" for none.
+    signals and waits: {value, phase, looped, slope, round}: in layer l a phase publishes, or waits for, round ``round + slope * l``
+    of the value, counted from the launch's first; a wait is ``whole`` where it lasts until every block has published.
+    """
+    assert len(plan.sites) <= MOST_SITES, "a record of the timeline has no room for this site"
+    consumer = next(p for p in plan.programs if p.kind == "consumer")
+    phases: list[dict[str, Any]] = []
+    signals: list[dict[str, Any]] = []
+    waits: list[dict[str, Any]] = []
+    for phase, looped in _phases(consumer.body):
+        name = phase.op if all(p["name"] != phase.op for p in phases) else f"{phase.op}.merge"
+        phases.append({"name": name, "op": phase.op, "span": phase.span.short, "looped": looped, "sites": _sites(phase), "loader": ""})
+        for instr in _every(phase):
+            own = name
+            if instr.call == "argmax":
+                own = f"{name}.argmax"
+                phases.append(
+                    {"name": own, "op": phase.op, "span": phase.span.short, "looped": looped, "sites": [instr.site], "loader": ""}
+                )
+            if instr.call in _SIGNALS and instr.args[_SIGNALS[instr.call][0]]:
+                signals.append(_end(plan, instr, name, looped, *_SIGNALS[instr.call]))
+            if instr.call in _WAITS:
+                whole = bool(instr.args.get("whole")) or instr.call == "argmax"
+                waits.append({**_end(plan, instr, own, looped, *_WAITS[instr.call]), "whole": whole})
+    _add_loader_sites(plan, phases)
+    rings = dict(plan.schedule.rings)
+    return {
+        "records": plan.records,
+        "bytes": plan.schedule.blocks * len(plan.programs) * (1 + plan.records) * RECORD_BYTES,
+        "roles": [{"name": p.role, "kind": p.kind, "stages": rings[p.role].stages if p.role in rings else 0} for p in plan.programs],
+        "phases": phases,
+        "signals": signals,
+        "waits": waits,
+    }
+
+
+def _phases(body: Any) -> Iterator[tuple[Phase, bool]]:
+    for item in body:
+        looped = isinstance(item, LayerLoop)
+        for phase in item.body if isinstance(item, LayerLoop) else (item,):
+            yield phase, looped
+
+
+def _every(phase: Phase) -> Iterator[Instr]:
+    return instructions([phase])
+
+
+def _sites(phase: Phase) -> list[int]:
+    """Each once, and only the op's own: the next linear may begin before a merge."""
+    own = [i for i in _every(phase) if i.op == phase.op and i.call != "argmax"]
+    found = [i.site for i in own if i.site is not None] + [int(str(i.args["gather_site"])) for i in own if "gather_site" in i.args]
+    return list(dict.fromkeys(found))
+
+
+def _add_loader_sites(plan: Plan, phases: list[dict[str, Any]]) -> None:
+    """A loader's sites belong to the first phase of the op that they load for."""
+    for site in plan.sites:
+        if site.kind in ("ring.empty", "gate"):
+            phase = next(p for p in phases if p["op"] == site.op)
+            phase["sites"].append(site.id)
+            phase["loader"] = site.role
+
+
+def _end(plan: Plan, instr: Instr, phase: str, looped: bool, value: str, round_: str) -> dict[str, Any]:
+    first, second = (evaluate(str(instr.args[round_]), {"epoch": 0, "layers": plan.graph.layers, "layer": layer}) for layer in (0, 1))
+    return {"value": str(instr.args[value]), "phase": phase, "looped": looped, "slope": second - first, "round": first}
