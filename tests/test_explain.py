@@ -81,10 +81,12 @@ def test_edges() -> None:
     _, edges = explained("llama-3.2-1b")
     assert edges["x"]["producer -> readers"] == "embed_tokens, then down_proj -> qkv_proj, o_proj, lm_head"
     assert edges["x"] | {"producer -> readers": ""} == {
-        "value": "x", "producer -> readers": "", "sync": "Tagged", "level": "gpu", "slots": "2", "vectors": "132 x 3",
-        "polled bytes per block": f"{(256 + 132) * 16:,}",
+        "value": "x", "producer -> readers": "", "sync": "Sentinel", "level": "gpu", "slots": "4", "vectors": "132 x 2",
+        "polled bytes per block": f"{256 * 16:,}",
     }  # fmt: skip
-    assert edges["gate_up_proj"]["polled bytes per block"] == f"{(1024 + 132 * 2) * 16:,}"  # 8 units a block: two extra vectors
+    assert edges["gate_up_proj"]["polled bytes per block"] == f"{1024 * 16:,}"
+    _, tagged = explained("llama-tiny")
+    assert tagged["gate_up_proj"]["polled bytes per block"] == f"{(24 + 132) * 16:,}"  # and an extra vector of each block
     assert edges["lm_head.best"]["producer -> readers"] == "lm_head -> lm_head"
     assert edges["lm_head.best"]["polled bytes per block"] == f"{132 * 16:,}"
 
