@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,15 @@ def change_header(monkeypatch: pytest.MonkeyPatch, folder: Path, header: str, ol
 
 
 def test_a_lost_barrier_is_reported_in_the_words_of_the_spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_header(monkeypatch, tmp_path, "merge.h", "block.sync();", "")
+    change_header(monkeypatch, tmp_path, "embed.h", "block.sync();", "")
     kernel, config = load("llama-tiny")
     bench = Bench(compile_model(kernel, config=config, tokens=1, blocks=3, max_kv=MAX_KV), defines={DETECT: "1"})
-    bench.run(Step((5,), 17, 0))
+    with suppress(AssertionError):  # what it computes is wrong as well
+        bench.run(Step((5,), 17, 0))
     assert bench.program.report is not None
     for race in bench.program.report.races:
-        assert {(side.role, side.op) for side in (race.now, race.before)} == {("consumer", "attention")}
-        assert {side.frames[0].file for side in (race.now, race.before)} == {"merge.h", "exchange.h"}
+        assert {(side.role, side.op) for side in (race.now, race.before)} == {("consumer", "embed_tokens")}
+        assert {side.frames[0].file for side in (race.now, race.before)} == {"block.h", "exchange.h"}
         assert race.space == "shared" and race.diagnostic().span.file == "llama.py"
     assert bench.program.report.races
 

@@ -88,6 +88,16 @@ def _one_pass(plan: Plan) -> bool:
     return all(len(parts) == 1 and parts[0][2] - parts[0][1] <= plan.tunables.batch for parts in owned)
 
 
+def _asked_in_each_layer(plan: Plan) -> bool:
+    device = Device(plan)
+    loops = (item for p in plan.programs for item in p.body if isinstance(item, LayerLoop))
+    gathers = (i for loop in loops for phase in loop.body for instr in phase.body for i in instr.body if i.args.get("whole") is True)
+    values = {str(i.args["value"]) for i in gathers}
+    asked = (device.owners(device.exchanges[v], 0, plan.graph.value(v).features) for v in values)
+    units = max((device.heads(op.name).units for op in device.ops[1]), default=0)
+    return set().union(*asked, range(units)) >= set(range(device.blocks))
+
+
 def _met_behind_queries(plan: Plan) -> bool:
     queries = {op.q.value for op in Device(plan).ops[1]}
     found = (i for program in plan.programs for i in _instructions(program) if i.call == "publish" and i.args["value"] in queries)
@@ -105,6 +115,13 @@ EQUIVALENT = (
         "gather of",
         "blocks that own nothing are waited for at another gather of the same round trip: the checker still finds every reader of a slot"
         " ahead of its next writer (left out of all gathers at once, it does not)",
+    ),
+    Equivalent(
+        "idle blocks left out",
+        "every gather",
+        "in every layer each block is waited for as one that has something: a part of a value that is gathered whole, or a unit of an"
+        " attention whose merge is",
+        _asked_in_each_layer,
     ),
     Equivalent(
         "barrier 'idle' dropped",
