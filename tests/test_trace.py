@@ -237,10 +237,10 @@ def test_clocks_agree_to_less_than_a_tick(tick: int) -> None:
         true = np.sort(random.uniform(0, 800_000, 34))  # ns: two roles, 16 layers
         cycles = (starts + true * rate).astype(np.int64)
         axis = unwrapped((cycles % 2**32).astype(np.uint32))
-        line = fit(axis, (true // tick * tick).astype(np.int64), 0)
-        errors.append(float(np.abs(line.us(axis) * 1e3 + tick / 2 - true).max()))
-        assert line.residual_ns < 2 * tick
-    assert max(errors) < tick and float(np.median(errors)) < tick / 2
+        clock = fit(axis, (true // tick * tick).astype(np.int64), 0)
+        errors.append(float(np.abs(clock.us(axis) * 1e3 + tick / 2 - true).max()))
+        assert clock.residual_ns < 2 * tick
+    assert max(errors) <= tick / 2 + 1
 
 
 def test_wraps_and_two_roles_of_an_sm() -> None:

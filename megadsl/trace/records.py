@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megadsl.diagnostics import declare, error
-from megadsl.trace.clocks import Alignment, Floats, Ints, Line, fit, judge, unwrapped
+from megadsl.trace.clocks import Alignment, Clock, Floats, Ints, fit, judge, unwrapped
 from megadsl.trace.layout import RECORD_BYTES
 
 TRACE_OFF = declare("MK460", "this kernel has left no timeline", "build it with the define MK_TRACE=1 and launch it before reading one")
@@ -109,11 +109,11 @@ def read_timeline(manifest: Mapping[str, Any], raw: npt.NDArray[np.uint8]) -> Ti
     cycles = [_cycles(of) for of in taken]
     pairs = [_pairs(of, c) for of, c in zip(taken, cycles, strict=True)]
     origin = min(int(times.min()) for _, times in pairs)
-    lines = [fit(c, t, origin) for c, t in pairs]
-    begin = min(float(line.us(role[:1])[0]) for line, c in zip(lines, cycles, strict=True) for role in c)
-    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), taken[b], cycles[b], lines[b], begin) for b in range(len(words)))
+    clocks = [fit(c, t, origin) for c, t in pairs]
+    begin = min(float(clock.us(role[:1])[0]) for clock, c in zip(clocks, cycles, strict=True) for role in c)
+    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), taken[b], cycles[b], clocks[b], begin) for b in range(len(words)))
     lost = int((headers[:, :, 0] - counts).sum())
-    return Timeline(layout, blocks, judge(lines, [t for _, t in pairs]), lost, epochs[0])
+    return Timeline(layout, blocks, judge(clocks, [t for _, t in pairs]), lost, epochs[0])
 
 
 def _cycles(roles: list[Words]) -> list[Ints]:
@@ -134,13 +134,13 @@ def _pairs(roles: list[Words], cycles: list[Ints]) -> tuple[Ints, Ints]:
     return np.concatenate(at), np.concatenate(times)
 
 
-def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[Words], cycles: list[Ints], line: Line, begin: float) -> Block:
+def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[Words], cycles: list[Ints], clock: Clock, begin: float) -> Block:
     found = {}
     for role, words, c in zip(layout["roles"], roles, cycles, strict=True):
         y, z = words[:, 1].astype(np.int64), words[:, 2].astype(np.int64)
         events = y & 15
         values = words[:, 3].astype(np.float64)
-        values[np.isin(events, (Event.WINDOW, Event.FULL, Event.GATE))] *= line.ns_per_cycle / 1e3
-        found[role["name"]] = Records(events, y >> 4 & 0xFFF, z & 0xFFFF, line.us(c) - begin, values, (y >> 16) * 16, z >> 16)
+        values[np.isin(events, (Event.WINDOW, Event.FULL, Event.GATE))] *= clock.ns_per_cycle / 1e3
+        found[role["name"]] = Records(events, y >> 4 & 0xFFF, z & 0xFFFF, clock.us(c) - begin, values, (y >> 16) * 16, z >> 16)
     times = [r.times for r in found.values()]
     return Block(number, sm, found, min(float(t[0]) for t in times), max(float(t[-1]) for t in times))
