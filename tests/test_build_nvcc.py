@@ -75,7 +75,7 @@ def test_a_cubin_with_its_figures_and_its_source_beside_it(headers: Path) -> Non
 def test_the_cache_key_holds_source_headers_and_defines(headers: Path) -> None:
     first = compiled(headers)
     assert compiled(headers) == first
-    assert build_cubin(KERNEL, ARCH, [headers], {"MK_STAMPS": "1"}).path != first.path
+    assert build_cubin(KERNEL, ARCH, [headers], {"MK_TRACE": "1"}).path != first.path
     assert compiled(headers, KERNEL + "\n").path != first.path
     (headers / "work.h").write_text(HEADER.replace("1.5f", "2.5f"))
     assert compiled(headers).path != first.path

@@ -159,7 +159,8 @@ def render(summary: Summary) -> str:
     clocks = summary.clocks
     lines += [
         "",
-        f"clocks: shared timer ticks every {clocks['tick_ns']:.0f} ns, pairs lie within {clocks['residual_ns']:.1f} ns of the lines between their neighbours,"
+        f"clocks: shared timer ticks every {clocks['tick_ns']:.0f} ns, pairs lie within {clocks['residual_ns']:.1f} ns of the lines"
+        " between their neighbours,"
         f" rates differ by {clocks['rate_spread']:.1e}; {clocks['pairs_per_block']:.0f} pairs a block",
         f"hand-offs: {summary.handoff_us[0]:.3f} us at least, {summary.handoff_us[1]:.3f} us in the median, from the last publication",
         f"records lost: {summary.lost}",
