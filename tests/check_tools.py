@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lower_tools import GPU
+from schedules import LINEARS, everywhere
 
 import megadsl as mk
 from megadsl.check.edits import edited
@@ -15,9 +16,6 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Plan
 from megadsl.ir.schedule import Sync
 from megadsl.lower.pipeline import lower
-
-VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
-LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 
 Decide = Callable[[ScheduleBlock], None]
 
@@ -31,17 +29,6 @@ def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Ma
             decide(s)
     overrides = kernel.overrides_for(GPU.arch)
     return lower(kernel.trace({**values, **(fields or {})}, tokens=tokens), GPU, overrides=overrides, **options).plan
-
-
-def every(sync: Sync) -> Decide:
-    """One kind of sync on every edge of a Llama."""
-
-    def decide(s: ScheduleBlock) -> None:
-        for op in VALUES:
-            s[op].sync(sync)
-        s.edge("attention", "attention").sync(sync)
-
-    return decide
 
 
 def kv_loader(s: ScheduleBlock) -> None:
@@ -75,7 +62,7 @@ def split(sync: Sync | None = None, **ways: int) -> Decide:
 
     def decide(s: ScheduleBlock) -> None:
         if sync is not None:
-            every(sync)(s)
+            everywhere(sync)(s)
         for op, count in ways.items():
             s[op].columns(ways=count)
             if sync is not None:

@@ -15,7 +15,6 @@ from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Attention, Linear
-from megadsl.ir.schedule import Sync
 from megadsl.reference import ReferenceModel
 from megadsl.reference.compare import agreement
 from megadsl.reference.meaning import argmax
@@ -31,7 +30,6 @@ MAX_KV = 128
 FACTOR = 1.1  # our error against fp32, as a multiple of the error of the same rounding points in torch
 SLACK = 1e-3  # relative; a dropped row or a wrong tag shows as 1e-2 and more
 MARGIN = 0.1
-VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")  # of a Llama, by their producers
 
 
 def config(**fields: Any) -> dict[str, Any]:
@@ -57,17 +55,6 @@ def compiled(
     found = compile_model(kernel, config=dict(own if fields is None else fields), tokens=tokens, blocks=blocks, max_kv=max_kv)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
-
-
-def everywhere(sync: Sync) -> Configure:
-    """One kind of sync on every edge, an attention's parts included."""
-
-    def configure(s: ScheduleBlock) -> None:
-        for op in VALUES:
-            s[op].sync(sync)
-        s.edge("attention", "attention").sync(sync)
-
-    return configure
 
 
 def weights_for(made: Compiled, seed: int = 1) -> Weights:

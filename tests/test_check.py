@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_tools import PIECES, chunked, every, gated, kv_loader, plan, prefetched, split, without
+from check_tools import PIECES, chunked, gated, kv_loader, plan, prefetched, split, without
+from schedules import everywhere
 
 import megadsl as mk
 from megadsl import cli
@@ -39,7 +40,7 @@ def test_the_models_hold(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("sync", SYNCS, ids=str)
 @pytest.mark.parametrize(("name", "blocks"), [("llama-tiny", 5), ("llama-tiny-odd", 132), ("smollm2-135m", None), ("llama-3.2-1b", 132)])
 def test_every_sync_holds(name: str, blocks: int | None, sync: mk.Tagged) -> None:
-    assert check_plan(plan(name, every(sync), 2, blocks=blocks)).findings == ()
+    assert check_plan(plan(name, everywhere(sync), 2, blocks=blocks)).findings == ()
 
 
 @pytest.mark.parametrize("decide", [kv_loader, gated, prefetched, chunked], ids=lambda d: d.__name__)
@@ -141,7 +142,7 @@ def test_the_headers_meet_as_the_plan_says(function: str) -> None:
 
 
 def test_plans_list_all_of_them_where_they_are_passed() -> None:
-    flags = plan("llama-tiny", every(mk.Flag(2)), blocks=3)
+    flags = plan("llama-tiny", everywhere(mk.Flag(2)), blocks=3)
     many = plan("llama-tiny", blocks=3, tokens=16, fields={"num_attention_heads": 16, "num_key_value_heads": 1})
     units = plan("llama-tiny", blocks=1)
     parts = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import LINEARS, PIECES, area, arguments, every, gated, plan, split, unmet, without
+from check_tools import PIECES, area, arguments, gated, plan, split, unmet, without
 from lower_tools import GPU
+from schedules import LINEARS, everywhere
 
 import megadsl as mk
 from megadsl.check import check_plan, shares
@@ -41,9 +42,9 @@ def base(kind: str = "default") -> Plan:
     """Plans to break. ``many``: more blocks than any value has groups, so that some own nothing."""
     match kind:
         case "sentinel":
-            return plan("llama-tiny", every(mk.Sentinel(4)), blocks=132)
+            return plan("llama-tiny", everywhere(mk.Sentinel(4)), blocks=132)
         case "flag":
-            return plan("llama-tiny", every(mk.Flag(2)), blocks=132)
+            return plan("llama-tiny", everywhere(mk.Flag(2)), blocks=132)
         case "gated":
             return plan("llama-tiny", gated, blocks=5)
         case "not held":

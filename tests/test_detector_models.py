@@ -17,6 +17,7 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate import LaunchReport, Policy, Run, explore
 from megadsl.resources import include
 from tests.kernels import MAX_KV, Bench, Step, compiled, judge, steps
+from tests.schedules import VALUES
 
 SEEDS = range(5)  # each policy once
 SIZES = {1: [(0, 1), (17, 1)], 4: [(0, 4), (30, 3)]}
@@ -24,9 +25,8 @@ SIZES = {1: [(0, 1), (17, 1)], 4: [(0, 4), (30, 3)]}
 
 def mixed(s: ScheduleBlock) -> None:
     """Every kind of synchronisation in one kernel."""
-    values = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
     syncs = (mk.Sentinel(8), mk.Flag(4), mk.Sentinel(4), mk.Tagged(4), mk.Flag(2), mk.Sentinel(8))
-    for op, sync in zip(values, syncs, strict=True):
+    for op, sync in zip(VALUES, syncs, strict=True):
         s[op].sync(sync)
 
 
@@ -83,7 +83,7 @@ def test_a_weakened_release_gives_wrong_results(monkeypatch: pytest.MonkeyPatch,
     change_header(monkeypatch, tmp_path, "exchange.h", "st_release(", "st_relaxed<u32>(")
 
     def flags(s: ScheduleBlock) -> None:
-        for op in ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"):
+        for op in VALUES:
             s[op].sync(mk.Flag(2))
 
     made = compiled("llama-tiny", tokens=1, blocks=3, configure=flags)

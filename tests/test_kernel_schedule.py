@@ -15,11 +15,11 @@ from megadsl.diagnostics import MegadslError
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
 from megadsl.lower.exchanges import merge_lanes
-from tests.kernels import VALUES, Bench, Configure, Result, Step, attention_of, check, compiled, config, everywhere, judge, steps
+from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, steps
+from tests.schedules import LINEARS, VALUES, everywhere
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
-LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 
 
 def ring_of_two(s: ScheduleBlock) -> None:

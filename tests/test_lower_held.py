@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from check_tools import LINEARS, gated, plan, without
+from check_tools import gated, plan, without
 from lower_tools import GPU, model
+from schedules import LINEARS
 
 from megadsl.check import check_plan
 from megadsl.diagnostics import MegadslError

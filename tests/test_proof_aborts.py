@@ -13,7 +13,8 @@ from megadsl.driver import Compiled
 from megadsl.emulate import Emulator, LaunchReport, Policy
 from megadsl.ir.schedule import Sync
 from megadsl.runtime.control import ADVANCE, KV_LEN, NEXT_IDS, TIMEOUT_US, TOKEN_IDS, MegakernelHang, Wait
-from tests.kernels import Bench, Step, compiled, everywhere, steps
+from tests.kernels import Bench, Step, compiled, steps
+from tests.schedules import everywhere
 
 SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 SIZES = [(17, 2), (33, 1)]

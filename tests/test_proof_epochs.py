@@ -11,7 +11,8 @@ import megadsl as mk
 from megadsl.driver import Compiled
 from megadsl.ir.schedule import Sync
 from megadsl.runtime.control import EPOCH, MegakernelHang
-from tests.kernels import Bench, Step, compiled, everywhere, steps
+from tests.kernels import Bench, Step, compiled, steps
+from tests.schedules import everywhere
 
 SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 SIZES = [(0, 2), (33, 1), (17, 2)]

@@ -14,16 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import megadsl as mk
 from megadsl.cli.check import EMULATED_BLOCKS
 from megadsl.cli.score import Score
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention
-from megadsl.ir.schedule import Sync
 from megadsl.machine import DEFAULT_ARCH, machine
+from tools.syncs import synced
 
-SYNCS: dict[str, Sync] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 CASES = (
     *("smollm2-135m", "llama-3.2-1b", "llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved"),
     *("llama-tiny/sentinel", "llama-tiny/flag"),
@@ -34,16 +31,7 @@ MAX_KV = 64
 
 def compiled(model: str, sync: str, blocks: int | None) -> Compiled:
     """The model under one kind of sync ("" for its own schedule), proved."""
-    kernel, config = load(model)
-    if sync:
-        kernel = mk.kernel(kernel.function)
-        ops = compile_model(kernel, config=config, check=False).graph.ops
-        with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
-            for op in ops:
-                if op.out is not None:
-                    s[op.name].sync(SYNCS[sync])
-                if isinstance(op, Attention):
-                    s.edge(op.name, op.name).sync(SYNCS[sync])
+    kernel, config = synced(model, sync) if sync else load(model)
     return compile_model(kernel, config=config, tokens=TOKENS.get(model, 1), blocks=blocks, max_kv=MAX_KV if model in TOKENS else None)
 
 

@@ -6,8 +6,7 @@ Every case (model, tokens, kind of sync) takes two steps, twice; each tool must 
 tools/barriers.cu runs under racecheck and synccheck beside it: a race that racecheck also reports of a kernel there that is right is
 justified by that kernel (tools/sanitizer_reports.py); any other finding is UNJUSTIFIED, and makes this program exit with 1.
 
-DIR gets the tools' whole reports, summary.json, and record.json: the same without lines and logits, small enough to be committed
-(docs/measurements/sanitizer.json).
+DIR gets the tools' whole reports, summary.json, and record.json: the same without lines and logits, small enough to be committed.
 """
 
 from __future__ import annotations
@@ -34,21 +33,17 @@ import megadsl as mk
 from megadsl.build.nvcc import build_cubin
 from megadsl.build.toolchain import find_tool
 from megadsl.driver import Compiled, compile_model
-from megadsl.dsl.kernel import Kernel
-from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention
-from megadsl.ir.schedule import Sync
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.resources import include
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import random_weights
 from tools.sanitizer_reports import called_from, headers, judge, record, summarise
+from tools.syncs import SYNCS, synced
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MODELS = ("llama-tiny", "llama-tiny-odd")
 TOKENS = (1, 4)
-SYNCS: dict[str, Sync] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 CASES = tuple(f"{model}/{tokens}/{sync}" for model in MODELS for tokens in TOKENS for sync in SYNCS)
 
 BLOCKS, MAX_KV = 8, 64
@@ -64,15 +59,7 @@ OPTIONS = {
 def compiled(case: str) -> Compiled:
     """A case's kernel: one kind of sync on every edge."""
     model, tokens, sync = case.split("/")
-    kernel, config = load(model)
-    kernel = Kernel(kernel.function)
-    graph = compile_model(model, tokens=int(tokens), max_kv=MAX_KV, check=False).graph
-    with mk.schedule(kernel) as s:
-        for name in {value.producer for value in graph.values}:
-            s[name].sync(SYNCS[sync])
-        for op in graph.ops:
-            if isinstance(op, Attention):
-                s.edge(op.name, op.name).sync(SYNCS[sync])
+    kernel, config = synced(model, sync)
     return compile_model(kernel, config=config, tokens=int(tokens), blocks=BLOCKS, max_kv=MAX_KV)
 
 

@@ -63,12 +63,12 @@ def judge_plan(mutant: PlanMutant, plan: Plan, on: Machine) -> PlanVerdict:
 
 def score_plan(plan: Plan, on: Machine, progress: Callable[[int, int], None] | None = None) -> tuple[PlanVerdict, ...]:
     """Check every mutant of ``plan``. ``progress`` is told how many of how many are judged."""
-    total = sum(1 for _ in plan_mutants(plan))
+    todo = list(plan_mutants(plan))
     verdicts: list[PlanVerdict] = []
-    for mutant in plan_mutants(plan):
+    for mutant in todo:
         verdicts.append(judge_plan(mutant, plan, on))
         if progress is not None:
-            progress(len(verdicts), total)
+            progress(len(verdicts), len(todo))
     return tuple(verdicts)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from megadsl.emulate.abi import Policy
 from megadsl.emulate.emulator import LaunchReport
+from megadsl.emulate.pool import spread
 from megadsl.emulate.races import Race
 
 Run = Callable[[int, Policy], Iterable[LaunchReport]]
@@ -55,21 +54,7 @@ def explore(
     told how many seeds are done. Raises what the factory raises.
     """
     start = time.monotonic()
-    outcomes: list[_Outcome] = []
-    if processes <= 1:
-        run = program_factory()
-        for seed in seeds:
-            outcomes.append(_explore_seed(run, seed))
-            if progress is not None:
-                progress(len(outcomes))
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=context, initializer=_make, initargs=(program_factory,)) as pool:
-            for done in as_completed([pool.submit(_explore_here, seed) for seed in seeds]):
-                outcomes.append(done.result())
-                if progress is not None:
-                    progress(len(outcomes))
-    outcomes.sort(key=lambda outcome: outcome.seed)
+    outcomes = sorted(spread(program_factory, _explore_seed, seeds, processes, progress), key=lambda outcome: outcome.seed)
     return Exploration(
         seeds=tuple(seeds),
         findings=tuple(finding for outcome in outcomes for finding in outcome.findings),
@@ -85,17 +70,6 @@ class _Outcome:
     findings: tuple[Finding, ...]
     launches: int
     stale: int
-
-
-_made: list[Run] = []  # one per worker process
-
-
-def _make(program_factory: Callable[[], Run]) -> None:
-    _made.append(program_factory())
-
-
-def _explore_here(seed: int) -> _Outcome:
-    return _explore_seed(_made[0], seed)
 
 
 def _explore_seed(run: Run, seed: int) -> _Outcome:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megadsl.build.host import DETECT
 from megadsl.check import check_plan
@@ -16,12 +15,12 @@ from megadsl.emulate.abi import Point, PointRecord
 from megadsl.emulate.equivalent import argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
+from megadsl.emulate.pool import spread
 from megadsl.ir.plan import Plan
 from megadsl.lower.shape import ident
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
-from megadsl.runtime.program import Program
 
 RECORDED_SEEDS = (0, 1, 4)  # all alike, a slow loader, a frozen block: waits that pass at once in one schedule do not in another
 PATIENCE = 6  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
@@ -80,10 +79,14 @@ class Judge:
 
     def __init__(self, made: MutableSubject) -> None:
         self.subject, self.seeds, self.apart = made.subject, made.seeds, made.apart
-        arena = self.subject.weights()
-        self.expected = [outcome for outcome, _ in self.subject.launches(self.subject.program(arena, {}))]
-        self.program = self.subject.program(arena, {DETECT: "1"})
+        self.arena = self.subject.weights()
+        self.program = self.subject.program(self.arena, {DETECT: "1"})
         self.changes = 0  # mistakes made by the mutant that is being judged
+
+    @cached_property
+    def expected(self) -> list[Outcome]:
+        """What the launches leave behind without a mutant; who only records points does not need it."""
+        return [outcome for outcome, _ in self.subject.launches(self.subject.program(self.arena, {}))]
 
     def points(self) -> tuple[list[PointRecord], int]:
         """The points that the kernel passes as it is, under each policy, and the most steps of a launch."""
@@ -130,14 +133,14 @@ class Judge:
         return argument_for(mutant)
 
     def _run(self, seed: int) -> tuple[str, str]:
-        program: Program = self.program
+        program = self.program
         program.seed, program.policy = seed, policy_of(seed)
         try:
             for step, (outcome, report) in enumerate(self.subject.launches(program)):
                 self.changes += report.changes
                 if report.races:
                     return DETECTOR, str(report.races[0])
-                if difference := self._difference(outcome, step):
+                if difference := outcome.difference(self.expected[step]):
                     return RESULT, f"launch {step}: {difference}"
         except MegakernelHang as hang:
             if program.report is not None and program.report.races:
@@ -146,9 +149,6 @@ class Judge:
         except MegadslError as fault:
             return DETECTOR, str(fault).splitlines()[0]
         return "", ""
-
-    def _difference(self, outcome: Outcome, step: int) -> str:
-        return outcome.difference(self.expected[step])
 
 
 def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
@@ -178,21 +178,10 @@ def score(
     assert judge.program.emulator is not None
     found = places(records, judge.program.emulator.path, subject.source, include())
     todo: list[Mutant | WordMutant] = [*mutants(found, steps * PATIENCE), *fewer_slots(plan)]
-    verdicts: dict[int, Verdict] = {}
-    if processes <= 1:
-        for i, mutant in enumerate(todo):
-            verdicts[i] = judge.judge(mutant)
-            if progress is not None:
-                progress(i + 1, len(todo))
-        return _possible(verdicts[i] for i in range(len(todo)))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_make, initargs=(made,)) as pool:
-        running = {pool.submit(_judge_here, mutant): i for i, mutant in enumerate(todo)}
-        for done in as_completed(running):
-            verdicts[running[done]] = done.result()
-            if progress is not None:
-                progress(len(verdicts), len(todo))
-    return _possible(verdicts[i] for i in range(len(todo)))
+    factory = made if processes > 1 else lambda: judge  # one process need not make another
+    report = None if progress is None else lambda done: progress(done, len(todo))
+    verdicts = spread(factory, Judge.judge, todo, processes, report)
+    return tuple(verdict for verdict in verdicts if verdict.possible)
 
 
 def _apart(plan: Plan) -> frozenset[str]:
@@ -203,18 +192,3 @@ def _apart(plan: Plan) -> frozenset[str]:
         return edited(plan, lambda i: replace(i, syncs=()) if i.call == "publish" and i.op == op else i)
 
     return frozenset(op for op in publishing if not check_plan(alone(op)).findings)
-
-
-def _possible(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
-    return tuple(verdict for verdict in verdicts if verdict.possible)
-
-
-_judges: list[Judge] = []  # one per worker process
-
-
-def _make(made: MutableSubject) -> None:
-    _judges.append(made())
-
-
-def _judge_here(mutant: Mutant | WordMutant) -> Verdict:
-    return _judges[0].judge(mutant)

@@ -134,7 +134,7 @@ MK_FN void observe(Lane& l, const Message& m, bool acquire) {
   if (m.released == nullptr || !in_scope(l, m) || covered(l, kOrdered, m.releaser, m.released_time)) return;
   LaneState& s = state_of(l);
   if (!acquire && s.pending == nullptr) s.pending = clocks.take_clock();
-    u32* to = acquire ? private_clock(l) : s.pending;
+  u32* to = acquire ? private_clock(l) : s.pending;
   join(to, m.released, kViews * clocks.words);
   for (const View v : {kOrdered, kSeen}) raise(to, v, m.releaser, m.released_time + 1);
 }

@@ -1,0 +1,29 @@
+"""Models under one kind of sync, for tools that go through all kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megadsl as mk
+from megadsl.driver import compile_model
+from megadsl.dsl.kernel import Kernel
+from megadsl.dsl.registry import load
+from megadsl.ir.graph import Attention
+from megadsl.ir.schedule import Sync
+from megadsl.machine import DEFAULT_ARCH
+
+SYNCS: dict[str, Sync] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
+
+
+def synced(model: str, sync: str) -> tuple[Kernel, dict[str, Any]]:
+    """A copy of the model's kernel, with ``sync`` (a name in SYNCS) on every edge in place of its own schedule; and its config."""
+    found, config = load(model)
+    kernel = mk.kernel(found.function)
+    graph = compile_model(kernel, config=config, check=False).graph
+    with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
+        for name in {value.producer for value in graph.values}:
+            s[name].sync(SYNCS[sync])
+        for op in graph.ops:
+            if isinstance(op, Attention):
+                s.edge(op.name, op.name).sync(SYNCS[sync])
+    return kernel, config
