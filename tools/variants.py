@@ -72,7 +72,7 @@ def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
     s[op].columns(ways=int(ways))
 
 
-def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:
+def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int | None) -> Compiled:
     """The model under the variant's schedule, in place of its own."""
     found, config = load(model, None)
     kernel = mk.kernel(found.function)
@@ -80,7 +80,7 @@ def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:
     with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
         for knob, value in knobs.items():
             apply_knob(s, graph, knob, value)
-    return compile_model(kernel, config=config, tokens=tokens)
+    return compile_model(kernel, config=config, tokens=tokens, max_kv=max_kv)
 
 
 def main() -> None:
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("variants", nargs="+")
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--kv", type=int, default=512)
+    parser.add_argument("--max-kv", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     runs: list[tuple[str, Any, Generator]] = []
@@ -96,7 +97,7 @@ def main() -> None:
     floor_ms = 0.0
     for text in args.variants:
         name, _, rest = text.partition(":")
-        compiled = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item))
+        compiled = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item), args.max_kv)
         if weights is None:
             source = random_weights(compiled.manifest, seed=7, device="cuda")
             weights = TensorSource({n: source.load(n) for n in needed(compiled.manifest)})
