@@ -263,6 +263,10 @@ class Stream:
             queries, fresh, scratch = self._unit(step, unit)
             yield from (queries, *fresh)
             yield from self._meet(instr, "gathered")
+            if device.op(instr.op).maps:
+                yield from self._map_heads(step, (queries, *fresh))
+                yield from self._meet(instr, "mapped")
+                queries, fresh = _mapped(queries), [_mapped(a) for a in fresh]
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
                 if turn:
                     yield from self._meet(instr, "next")
@@ -275,6 +279,14 @@ class Stream:
             yield from (_reading(a) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
+
+    def _map_heads(self, step: Step, gathered: tuple[Access, ...]) -> Iterator[Event]:
+        """In place: each thread rewrites what it has read."""
+        if self.device.op(step.instr.op).rope is not None:
+            yield self._angles(step, False)
+        for area in gathered:
+            yield _reading(area)
+            yield replace(_mapped(area), own=True)
 
     def _unit(self, step: Step, unit: int) -> tuple[Access, list[Access], Access]:
         """A unit's queries, this step's rows where it takes them, and its warps' parts, as they are written."""
@@ -317,6 +329,10 @@ class Stream:
             yield tokens
             yield from self._meet(step.instr, "end")
             yield _reading(tokens)  # finish_step() hands them to the next launch
+
+
+def _mapped(gathered: Access) -> Access:
+    return replace(gathered, holds=(*gathered.holds, "mapped"))
 
 
 def _reading(a: Access) -> Access:

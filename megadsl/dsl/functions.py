@@ -83,26 +83,33 @@ def linear(x: Tensor, *weights: Tensor, name: str | None = None) -> Tensor | tup
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def map(expr: str, /, **operands: Tensor | Scalar) -> Tensor:
+def map(expr: str, /, *, head_dim: int | None = None, **operands: Tensor | Scalar) -> Tensor:
     """An expression over the features of each token: ``mk.map("silu(gate) * up", gate=gate, up=up)``.
 
     Tensors are activations (tokens, features) or vector weights (features,); numbers are constants. sum, mean and max over
-    one argument reduce over the features. fp32 inside; rounded to bf16 only where a value is materialised. MK115 to MK117
-    for operands that do not fit, MK201 to MK211 (with a caret) for the text, MK223 when it is none.
+    one argument reduce over the features. fp32 inside; rounded to bf16 only where a value is materialised. With ``head_dim`` the
+    expression is over each head by itself: it reads one activation (tokens, heads * head_dim) and vectors (head_dim,), and its
+    reductions run over one head; such a map stands between a linear and mk.rope, attention or a cache. MK115 to MK117 and MK226
+    to MK228 for operands that do not fit, MK201 to MK211 (with a caret) for the text, MK223 when it is none.
     """
     tracer, span = current("map"), caller_span()
     tracer.text("the expression", expr, '"silu(gate) * up"', span)
     tensors = {k: v for k, v in operands.items() if not isinstance(v, int | float)}
     numbers = {k: float(v) for k, v in operands.items() if isinstance(v, int | float)}
-    return tracer.map("map", parse(expr, span, tuple(tensors), numbers), tensors, span)
+    parsed = parse(expr, span, tuple(tensors), numbers)
+    return tracer.map("map", parsed, tensors, span) if head_dim is None else tracer.head_map("map", parsed, tensors, head_dim, span)
 
 
-def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w, MK222 for eps."""
+def rms_norm(x: Tensor, w: Tensor, eps: float, *, head_dim: int | None = None) -> Tensor:
+    """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w, MK222 for eps.
+
+    With ``head_dim`` each head is a row of its own and w is (head_dim,): see mk.map. MK226 to MK228.
+    """
     tracer, span = current("rms_norm"), caller_span()
     expr = parse("x * rsqrt(mean(x * x) + eps) * w", span, ("x", "w"), {"eps": tracer.number("eps", eps, span, least=0)})
     name = stem(w.name) if isinstance(w, Tensor) else "rms_norm"
-    return tracer.map(name, expr, {"x": x, "w": w}, span)
+    operands = {"x": x, "w": w}
+    return tracer.map(name, expr, operands, span) if head_dim is None else tracer.head_map(name, expr, operands, head_dim, span)
 
 
 def rope(q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "half") -> tuple[Tensor, Tensor]:

@@ -159,6 +159,13 @@ class Tracer:
         (out,) = self.node("map", name, tuple(operands.values()), [name], span, {"expr": expr, "args": tuple(operands)})
         return out
 
+    def head_map(self, name: str, expr: Expr, operands: Mapping[str, Tensor], head_dim: object, span: Span) -> Tensor:
+        """Record an expression over each head of ``head_dim`` features."""
+        (dim,) = self.dimensions(f"head_dim of {name}", head_dim, span)
+        attrs = {"expr": expr, "args": tuple(operands), "head_dim": dim}
+        (out,) = self.node("head_map", name, tuple(operands.values()), [name], span, attrs)
+        return out
+
     def require_new_name(self, name: str, span: Span) -> None:
         """MK109 when the user names an op as another one is named."""
         if any(n.name == name for n in self.nodes):

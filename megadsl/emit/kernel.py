@@ -9,11 +9,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Linear, ValueRef
+from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
-from megadsl.lower.operands import kept_values, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.packing import head_vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -59,6 +60,13 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "head_vectors": head_vectors,
+        "head_vector_name": head_vector_name,
+        "head_value": _head_value,
+        "head_cuda": _head_cuda,
+        "paired": lambda op: "true" if op.rope is not None and op.rope.style == "half" else "false",
+        "reductions": reductions,
+        "dict": dict,
         "hints": _hints,
         "op_index": ops.index,
         "kept_values": kept_values,
@@ -120,6 +128,14 @@ def _operand_cuda(op: Linear) -> str:
     assert op.factored is not None
     names = [name for name, _ in (*prologue_values(op), *vectors(op))]
     return to_cuda(op.factored.operand, {name: f"a[{i}]" for i, name in enumerate(names)}, {})
+
+
+def _head_value(fused: Fused) -> str:
+    return next(name for name, ref in fused.args if isinstance(ref, ValueRef))
+
+
+def _head_cuda(fused: Fused, expr: Expr) -> str:
+    return to_cuda(expr, {name: f"{ident(name)}_[j]" for name, _ in fused.args}, {r: f"r{i}" for i, r in enumerate(reductions(fused.expr))})
 
 
 def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:

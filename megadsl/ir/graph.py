@@ -51,12 +51,18 @@ class Rope:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a linear that come from one named weight of shape (rows, columns)."""
+    """Rows of a linear that come from one named weight of shape (rows, columns). With ``late`` whoever reads them rotates them."""
 
     name: str
     weight: WeightRef
     rows: int
     rope: Rope | None = None
+    late: bool = False
+
+    @property
+    def turned(self) -> Rope | None:
+        """The rotation of the rows as they are materialised."""
+        return None if self.late else self.rope
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Linear:
     prologue: operands all have the matrix's column count; its result is rounded to bf16 (the mma operand). With ``factored``
     only the operand factor is, and the row's scale multiplies the fp32 products: out = epilogue(scale * (parts @ operand)).
     parts: matrices stacked by rows. Without an epilogue the out value is the parts one after the other (each rotated if
-    it has a rope), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of that many
+    it has a rope that is not late), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of that many
     features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are the logits:
     "logits" stores them, "argmax" also writes the smallest index of the largest logit per token.
     """
@@ -117,6 +123,10 @@ class Attention:
 
     Appends this step's k and v to ``cache`` at rows kv_len + t. Query head h reads KV head h // (heads / kv_heads).
     Probabilities are rounded to bf16 for the second product, the sum of the row is taken in fp32 before rounding.
+
+    ``q_map`` and ``k_map``: what is made of each head of q and of k first, an expression over its head_dim features and vectors of as
+    many elements, whose reductions run over the head. Where there is one, q and k come unrotated: both are rotated by
+    ``rope`` behind their maps, in fp32, and rounded to bf16 once.
     """
 
     name: str
@@ -132,6 +142,13 @@ class Attention:
     out: str
     loop: str | None
     span: Span
+    q_map: Fused | None = None
+    k_map: Fused | None = None
+
+    @property
+    def maps(self) -> tuple[tuple[str, Fused], ...]:
+        """The maps over heads there are, by what they are of."""
+        return tuple((which, fused) for which, fused in (("q", self.q_map), ("k", self.k_map)) if fused is not None)
 
 
 Op: TypeAlias = Embed | Linear | Attention

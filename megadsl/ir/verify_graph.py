@@ -112,6 +112,8 @@ def _linear(op: Linear, out: int | None) -> Iterator[str]:
             yield f"part {part.name!r} has weight shape {part.weight.shape}, not {(part.rows, op.columns)}"
         if part.rope and part.rows % part.rope.head_dim:
             yield f"part {part.name!r} is rotated but holds no whole heads"
+        if part.late and part.rope is None:
+            yield f"part {part.name!r} is rotated late, but has no rotation"
     yield from _fused("prologue", op.prologue, op.columns)
     if op.factored is not None:
         yield from _factored(op.factored, {name for name, _ in op.prologue.args})
@@ -159,5 +161,16 @@ def _attention(op: Attention, out: int | None) -> Iterator[str]:
             yield f"{name} has {ref.features} features, not {want}"
     if op.heads % op.kv_heads:
         yield f"{op.heads} heads over {op.kv_heads} KV heads"
+    for which, fused in op.maps:
+        yield from _head_map(which, fused, op.q if which == "q" else op.k, op.head_dim)
     if out is not None and out != q:
         yield f"gives {q} features into a value of {out}"
+
+
+def _head_map(which: str, fused: Fused, rows: ValueRef, head_dim: int) -> Iterator[str]:
+    if sorted(name for name, _ in fused.args) != sorted(arg_names(fused.expr)):
+        yield f"map of {which} binds other names than its expression reads"
+    if [ref for _, ref in fused.args if isinstance(ref, ValueRef)] != [rows]:
+        yield f"map of {which} reads other values than {which}"
+    if any(ref.shape != (head_dim,) for _, ref in fused.args if not isinstance(ref, ValueRef)):
+        yield f"map of {which} reads a vector that is not one head long"

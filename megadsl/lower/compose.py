@@ -141,4 +141,4 @@ class _Maker:
         if self.result.spec.tensors[atom].lifetime is Lifetime.WEIGHT:
             return False
         owner = self.result.owner.get(atom)
-        return owner is None or (owner.op != "rope" and self.position[owner.name] < stack.position)
+        return owner is None or (owner.op not in ("rope", "head_map") and self.position[owner.name] < stack.position)

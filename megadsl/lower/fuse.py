@@ -57,14 +57,32 @@ MIXED_WEIGHTS = declare(
     "linear {op!r} stacks weights of one layer and weights of all layers: {weights}",
     "give it weights of one kind, or use one mk.linear for each kind",
 )
+HEADS_INPUT = declare(
+    "MK229",
+    "{node!r}, a map over heads, reads {tensor!r}, which is computed by {source}; it maps rows of a linear",
+    "map what mk.linear returns, in one expression, and rotate behind the map",
+)
+HEADS_READER = declare(
+    "MK230",
+    "{node!r} reads {tensor!r}, which is mapped head by head",
+    "tensors mapped over heads go to mk.rope, to attention (q) and to the cache (k) only; drop head_dim= for rows of all features",
+)
+HEADS_SHARED = declare(
+    "MK231", "{tensor!r} is mapped head by head and read unmapped as well", "use the mapped tensor only, or a second linear for the other use"
+)
+HEADS_DIFFER = declare(
+    "MK232",
+    "attention {name!r}: {which} is mapped over heads of {found} features, the cache has heads of {head_dim}",
+    "use the cache's head_dim={head_dim} in the map",
+)
 CACHE_SHARED = declare("MK199", "cache {cache!r} is read by {count} attentions", "declare one cache for each attention")
 
 
 def fuse(spec: Spec) -> Graph:
     """The graph of a well-formed spec.
 
-    embed, linear and attention become ops; each writes one value. Raises MegadslError with all of MK189 to MK199 that apply
-    when the spec says something that fused ops cannot express. The result has passed verify_graph.
+    embed, linear and attention become ops; each writes one value. Raises MegadslError with all of MK189 to MK199 and MK229 to
+    MK232 that apply when the spec says something that fused ops cannot express. The result has passed verify_graph.
     """
     fuser = _Fuser(spec)
     graph = fuser.graph()
@@ -80,7 +98,9 @@ class _Fuser:
         self.producer = {name: node for node in spec.nodes for name in node.outputs}
         self.position = {node.name: i for i, node in enumerate(spec.nodes)}
         self.carried = [c for loop in spec.loops for c in loop.carried]
+        self.maps = self._head_maps()
         self.ropes = self._ropes()
+        self.late = self._late()
         self.sinks = self._sinks()
         self.values = self._value_names()
 
@@ -94,6 +114,27 @@ class _Fuser:
 
     # What stands for what
 
+    def _head_maps(self) -> dict[str, Node]:
+        """The map over heads that gives each such tensor; the rows it maps lose their unmapped form."""
+        found: dict[str, Node] = {}
+        for node in (n for n in self.spec.nodes if n.op == "head_map"):
+            found[node.outputs[0]] = node
+            for source in (name for name in node.inputs if self.spec.tensors[name].lifetime is Lifetime.ACTIVATION):
+                if self._rows(source) is None:
+                    self.found.add(HEADS_INPUT, node.span, node=node.name, tensor=source, source=self._source(source))
+                elif sum(n.inputs.count(source) for n in self.spec.nodes) > 1:
+                    self.found.add(HEADS_SHARED, node.span, tensor=source)
+        return found
+
+    def _late(self) -> set[str]:
+        """Rows that their attention rotates: those of q and k, where one of the two is mapped over heads before."""
+        found: set[str] = set()
+        for node in (n for n in self.spec.nodes if n.op == "attention"):
+            both = [node.inputs[0], self.producer[node.inputs[1]].inputs[0]]
+            if any(self._unrotated(tensor) in self.maps for tensor in both):
+                found |= {self._base(tensor) for tensor in both}
+        return found
+
     def _ropes(self) -> dict[str, Rope]:
         """Rotation of each rotated tensor; the rows it rotates lose their unrotated form."""
         found: dict[str, Rope] = {}
@@ -103,7 +144,7 @@ class _Fuser:
             rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"])
             for source, out in zip(node.inputs, node.outputs, strict=True):
                 found[out] = rope
-                if self._rows(source) is None:
+                if self._rows(self._base(source)) is None:
                     self.found.add(ROPE_INPUT, node.span, tensor=source, source=self._source(source))
                 elif sum(n.inputs.count(source) for n in self.spec.nodes) > 1:
                     self.found.add(ROPE_SHARED, node.span, tensor=source)
@@ -122,6 +163,13 @@ class _Fuser:
     def _unrotated(self, tensor: str) -> str:
         node = self.producer.get(tensor)
         return node.inputs[node.outputs.index(tensor)] if node and node.op == "rope" else tensor
+
+    def _base(self, tensor: str) -> str:
+        """The rows that ``tensor`` is a rotation of, a map over heads, or both."""
+        tensor = self._unrotated(tensor)
+        if tensor not in self.maps:
+            return tensor
+        return next(name for name in self.maps[tensor].inputs if self.spec.tensors[name].lifetime is Lifetime.ACTIVATION)
 
     def _sinks(self) -> dict[str, str]:
         """Sink of each linear that gives the kernel's outputs."""
@@ -175,7 +223,7 @@ class _Fuser:
         """The op whose whole value ``tensor`` is; a finding when there is none on the right side of the loop."""
         atom = self.made.atom(tensor)
         node = self.made.owner.get(atom) if atom else None
-        if node is None or node.op == "rope":
+        if node is None or node.op in ("rope", "head_map"):
             self._not_carried(c, when, "an unchanged variable" if atom and node is None else self._source(tensor))
             return None
         if (node.loop is not None) != (when == "leaves"):
@@ -208,14 +256,15 @@ class _Fuser:
         x, *weights = (self.spec.tensors[name] for name in node.inputs)
         if len({w.per_layer for w in weights}) > 1:
             self.found.add(MIXED_WEIGHTS, node.span, op=node.name, weights=", ".join(w.name for w in weights))
-        rotated = {self._unrotated(name): rope for name, rope in self.ropes.items()}
+        rotated = {self._base(name): rope for name, rope in self.ropes.items()}
         # an epilogue names its parts and other ops' values alike
         taken = set(self.values.values()) - {node.name}
         parts = []
         for w, out in zip(weights, node.outputs, strict=True):
             name = unique(stem(w.name), taken)
             taken.add(name)
-            parts.append(Part(name, _weight(w), w.shape[0], rotated.get(out)))
+            rope = rotated.get(out)
+            parts.append(Part(name, _weight(w), w.shape[0], rope, rope is not None and out in self.late))
         sink = self.sinks.get(node.name)
         return Linear(
             name=node.name,
@@ -270,7 +319,10 @@ class _Fuser:
             return _weight(t)
         if atom in self.ropes:
             self.found.add(ROPE_READER, reader.span, node=reader.name, tensor=atom)
-            atom = self._unrotated(atom)
+            atom = self._base(atom)
+        elif atom in self.maps:
+            self.found.add(HEADS_READER, reader.span, node=reader.name, tensor=atom)
+            atom = self._base(atom)
         self._check_fresh(atom, reader)
         return self._value_ref(atom)
 
@@ -298,16 +350,22 @@ class _Fuser:
         rows = dict(zip(("q", "k", "v"), (node.inputs[0], *append.inputs), strict=False))
         before = len(self.found.found)
         for which, tensor in rows.items():
-            if self._rows(self._unrotated(tensor)) is None:
+            rows_of = self._unrotated(tensor) if which == "v" else self._base(tensor)
+            if self._rows(rows_of) is None:
                 self.found.add(MAP_INTO_ATTENTION, node.span, name=node.name, which=which, source=self._source(tensor))
         kv_heads, head_dim = self.spec.tensors[node.inputs[1]].shape
         ropes = {which: self.ropes.get(tensor) for which, tensor in rows.items()}
         rope = ropes["q"]
         if rope != ropes["k"] or ropes["v"] is not None or (rope is not None and rope.head_dim != head_dim):
             self.found.add(ROPE_MISMATCH, node.span, name=node.name, **{which: _rope_text(r) for which, r in ropes.items()})
+        maps = {which: self.maps.get(self._unrotated(rows[which])) for which in ("q", "k")}
+        for which, mapped in maps.items():
+            if mapped is not None and mapped.attrs["head_dim"] != head_dim:
+                dims = {"found": mapped.attrs["head_dim"], "head_dim": head_dim}
+                self.found.add(HEADS_DIFFER, node.span, name=node.name, which=which, **dims)
         if len(self.found.found) > before:
             return None
-        q, k, v = (self._value_ref(self._unrotated(tensor)) for tensor in rows.values())
+        q, k, v = (self._value_ref(self._base(tensor)) for tensor in rows.values())
         return Attention(
             name=node.name,
             q=q,
@@ -322,7 +380,15 @@ class _Fuser:
             out=self.values[node.name],
             loop=node.loop,
             span=node.span,
+            q_map=self._head_map(maps["q"]),
+            k_map=self._head_map(maps["k"]),
         )
+
+    def _head_map(self, node: Node | None) -> Fused | None:
+        if node is None:
+            return None
+        by = {arg: Arg(tensor) for arg, tensor in zip(node.attrs["args"], node.inputs, strict=True)}
+        return self._fused(substitute(node.attrs["expr"], by), node, {})
 
     def _check_caches(self) -> None:
         for append in self.spec.nodes:

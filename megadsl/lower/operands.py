@@ -1,9 +1,9 @@
-"""What a linear's prologue and epilogue read, sorted by how it reaches the block."""
+"""What a linear's prologue and epilogue and an attention's maps over heads read, sorted by how it reaches the block."""
 
 from __future__ import annotations
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Fused, Linear, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Fused, Linear, ValueRef, WeightRef
 
 
 def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
@@ -26,3 +26,8 @@ def needs_whole_rows(op: Linear) -> bool:
 def vectors(op: Linear) -> list[tuple[str, WeightRef]]:
     """Vector weights of the prologue, in argument order: the order the loader streams them."""
     return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
+
+
+def head_vectors(op: Attention) -> list[tuple[str, str, WeightRef]]:
+    """Vector weights of the maps over heads: (q or k, argument, weight)."""
+    return [(which, name, ref) for which, fused in op.maps for name, ref in fused.args if isinstance(ref, WeightRef)]

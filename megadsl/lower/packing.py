@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Part, Rope, WeightRef
 from megadsl.ir.plan import PackRecord, PackSource
-from megadsl.lower.operands import vectors
+from megadsl.lower.operands import head_vectors, vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.types import round_up
 
@@ -28,6 +28,11 @@ class Packed:
 def vector_name(op: Linear, arg: str) -> str:
     """Pack record name of a vector operand of a prologue."""
     return f"{op.name}.{arg}"
+
+
+def head_vector_name(op: Attention, which: str, arg: str) -> str:
+    """Pack record name of a vector operand of a map over heads of q or k."""
+    return f"{op.name}.{which}.{arg}"
 
 
 def plan_packing(graph: Graph) -> Packed:
@@ -57,13 +62,9 @@ def _records(op: Op) -> list[PackRecord]:
         rows, columns = op.table.shape
         source = PackSource(op.table.name, rows, "natural", 0)
         return [_record(op.name, "table", [source], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
-    if not isinstance(op, Linear):
-        return []
-    found = []
-    for arg, ref in vectors(op):
-        length = round_up(op.columns, PANEL)
-        source = PackSource(ref.name, ref.shape[0], "natural", 0)
-        found.append(_record(vector_name(op, arg), "vector", [source], ref.per_layer, 1, op.columns, length, length, length * 2))
+    if isinstance(op, Attention):
+        return [_vector(head_vector_name(op, which, arg), ref) for which, arg, ref in head_vectors(op)]
+    found = [_vector(vector_name(op, arg), ref) for arg, ref in vectors(op)]
     tiles = tiling(op)
     sources = [PackSource(p.weight.name, p.rows, *_order(p)) for p in op.parts]
     matrix = _record(
@@ -71,6 +72,13 @@ def _records(op: Op) -> list[PackRecord]:
         tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1,
     )  # fmt: skip
     return [*found, matrix]
+
+
+def _vector(name: str, ref: WeightRef) -> PackRecord:
+    columns = ref.shape[0]
+    length = round_up(columns, PANEL)
+    source = PackSource(ref.name, columns, "natural", 0)
+    return _record(name, "vector", [source], ref.per_layer, 1, columns, length, length, length * 2)
 
 
 def _order(part: Part) -> tuple[str, int]:

@@ -43,9 +43,9 @@ def _node(node: Node, spec: Spec) -> str:
     outputs = ", ".join(f"{name}{shape_text(spec.tensors[name].shape)}" for name in node.outputs)
     attrs = {k: v for k, v in node.attrs.items() if k not in ("expr", "args")}
     words = "".join(f" {k}={v}" for k, v in sorted(attrs.items()))
-    if node.op == "map":
+    if "expr" in node.attrs:
         bound = ", ".join(f"{arg}={name}" for arg, name in zip(node.attrs["args"], node.inputs, strict=True))
-        return f"{outputs} = map {node.name} {to_text(node.attrs['expr'])} where {bound}  # {node.span.short}"
+        return f"{outputs} = {node.op} {node.name} {to_text(node.attrs['expr'])} where {bound}{words}  # {node.span.short}"
     return f"{outputs} = {node.op} {node.name}({', '.join(node.inputs)}){words}  # {node.span.short}"
 
 
@@ -78,12 +78,13 @@ def _op(op: Op) -> Iterator[str]:
             if op.factored is not None:
                 yield f"operand {to_text(op.factored.operand)}, products times {to_text(op.factored.scale)}"
             for part in op.parts:
-                yield f"part {part.name} {_ref(part.weight)}{_rope(part.rope)}"
+                yield f"part {part.name} {_ref(part.weight)}{_rope(part.rope)}{' by its reader' if part.late else ''}"
             if op.epilogue is not None:
                 yield f"epilogue {_fused(op.epilogue)}"
         case Attention():
             yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
             yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
+            yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
 
 
 def _fused(fused: Fused) -> str:

@@ -11,8 +11,8 @@ from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Re
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.memory import copy_name, least_groups, own_groups
-from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import vector_name
+from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.packing import head_vector_name, vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.source import Span
 from megadsl.types import Level, ceil_div
@@ -307,7 +307,7 @@ def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 
 
 def _rotated(op: Linear) -> Rope | None:
-    return next((p.rope for p in op.parts if p.rope is not None), None)
+    return next((p.turned for p in op.parts if p.turned is not None), None)
 
 
 def _parts(builder: Builder, op: Linear) -> dict[str, object]:
@@ -407,7 +407,8 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     gather = builder.site(role, op.name, "exchange", f"tag of {op.q.value}", op.span)
     full = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
     ancestors = Region("control", "ancestors", Level.GPU)
-    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK), ancestors)
+    maps = tuple(Region("weights", head_vector_name(op, which, arg), Level.GPU) for which, arg, _ in head_vectors(op))
+    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK), ancestors, *maps)
     syncs = tuple(_unit_meetings(builder, op, parts))
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
@@ -424,6 +425,8 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
     if units > blocks:
         yield "again"
     yield "gathered"
+    if op.maps:
+        yield "mapped"
     if tiles > builder.schedule.consumer.warps:
         yield "next"
     yield "parts"

@@ -11,8 +11,8 @@ from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.memory import Memory, copy_name
-from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
+from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.packing import OFFSET_UNIT, Packed, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
 
 LOG2_E = math.log2(math.e)
@@ -95,7 +95,7 @@ def _op(
         case Linear():
             return _linear(op, schedule, packed, memory)
         case Attention():
-            return _attention(op, graph, schedule, memory, kv_at)
+            return _attention(op, graph, schedule, packed, memory, kv_at)
 
 
 def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record:
@@ -114,7 +114,7 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
     found.extend(Record("mk::i32", begin_name(op.name, arg), (begin,), "first feature of a slice") for arg, begin in sliced)
-    rotated = [i for i, p in enumerate(op.parts) if p.rope is not None]
+    rotated = [i for i, p in enumerate(op.parts) if p.turned is not None]
     if rotated:
         begin = sum(p.rows for p in op.parts[: rotated[0]])
         rows = (begin, begin + sum(op.parts[i].rows for i in rotated))
@@ -122,15 +122,18 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
     if op.sink == "argmax":
         found.append(Record("mk::i32", f"{ident(op.name)}_candidates", (memory.offset(f"{op.name}.candidates"),)))
     for arg, _ in vectors(op):
-        vector = packed.find(vector_name(op, arg))
-        words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)
-        found.append(Record("mk::VectorShape", ident(vector.name), words))
+        found.append(_vector(packed, vector_name(op, arg)))
         if how.prefetch.registers:
-            found.append(Record("mk::i32", f"{ident(vector.name)}_copy", (memory.offset(copy_name(op, arg)),)))
+            found.append(Record("mk::i32", f"{ident(vector_name(op, arg))}_copy", (memory.offset(copy_name(op, arg)),)))
     return found
 
 
-def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, kv_at: int) -> list[Record]:
+def _vector(packed: Packed, name: str) -> Record:
+    vector = packed.find(name)
+    return Record("mk::VectorShape", ident(name), (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes))
+
+
+def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory, kv_at: int) -> list[Record]:
     how = schedule.op(op.name)
     head, layer = kv_strides(op, schedule.max_kv)
     words = (
@@ -140,4 +143,5 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, memory: Memory, 
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)
     merge = (share.groups, share.share_offset, merge_lanes(op, graph.tokens, schedule)[0])
-    return [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
+    found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
+    return found + [_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op)]

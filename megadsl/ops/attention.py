@@ -75,10 +75,12 @@ def kv_row_bytes(op: graph.Attention) -> int:
 
 
 def cost(op: graph.Attention, tokens: int, kv_len: int) -> Cost:
-    """Old KV rows are read once, new ones written once; scores and products over old and new rows."""
+    """Old KV rows are read once, new ones written once; scores and products over old and new rows; vectors of maps once."""
     rows = kv_len + tokens
     features = (op.heads * 2 + op.kv_heads * 2) * op.head_dim  # q, out; k, v
+    vectors = sum(ref.shape[0] for _, fused in op.maps for _, ref in fused.args if isinstance(ref, graph.WeightRef))
     return Cost(
+        weight_bytes=vectors * DType.BF16.bytes,
         flops=4 * tokens * rows * op.heads * op.head_dim,
         kv_bytes=rows * kv_row_bytes(op),
         exchange_bytes=tokens * features * DType.BF16.bytes,

@@ -24,7 +24,8 @@ MAP_NO_ACTIVATION = declare(
 )
 
 
-def _is_operand(t: Tensor) -> bool:
+def is_operand(t: Tensor) -> bool:
+    """Whether a map can read ``t``: an activation, or a vector weight."""
     if t.lifetime is Lifetime.WEIGHT:
         return len(t.shape) == 1
     return t.lifetime is Lifetime.ACTIVATION and t.dtype is DType.BF16
@@ -36,7 +37,7 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
     if not activations:
         found.add(MAP_NO_ACTIVATION, node.span, name=node.name)
     for t in inputs:
-        if not _is_operand(t):
+        if not is_operand(t):
             found.add(MAP_OPERAND, node.span, name=node.name, tensor=t.name, shape=shape_text(t.shape))
         elif t.shape[-1] != first.shape[-1]:
             found.add(

@@ -8,13 +8,14 @@ from megadsl.ops.argmax import ARGMAX
 from megadsl.ops.attention import ATTENTION, KV_APPEND
 from megadsl.ops.base import Family, Outline
 from megadsl.ops.embed import EMBED
+from megadsl.ops.heads import HEAD_MAP
 from megadsl.ops.linear import LINEAR
 from megadsl.ops.map import MAP
 from megadsl.ops.rope import ROPE
 
 OP_UNKNOWN = declare("MK125", "no op is called {op!r}", "the ops are: {known}")
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (EMBED, LINEAR, MAP, ROPE, KV_APPEND, ATTENTION, ARGMAX)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (EMBED, LINEAR, MAP, HEAD_MAP, ROPE, KV_APPEND, ATTENTION, ARGMAX)}
 
 
 def outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[Outline, ...]:

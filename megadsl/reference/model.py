@@ -192,21 +192,35 @@ class GraphModel:
         product = self._arithmetic.linear(x, self._weight(part.weight, layer))
         if scale is not None:
             product = scale * product
-        if part.rope is None:
+        if part.turned is None:
             return product
-        cos, sin = run.angles(part.rope)
-        heads = product.view(len(product), -1, part.rope.head_dim)
-        return self._arithmetic.rope(heads, cos, sin, part.rope.style).flatten(1)
+        return self._rotated(product.view(len(product), -1, part.turned.head_dim), part.turned, run).flatten(1)
+
+    def _rotated(self, heads: Tensor, rope: Rope, run: _Step) -> Tensor:
+        cos, sin = run.angles(rope)
+        return self._arithmetic.rope(heads, cos, sin, rope.style)
+
+    def _mapped(self, op: Attention, which: str, heads: Tensor, layer: int, run: _Step) -> Tensor:
+        """q or k (n, heads, D) as attention takes it: through its map over heads and rotated, where it comes without either."""
+        if not op.maps:
+            return heads
+        fused = dict(op.maps).get(which)
+        if fused is not None:
+            rows = heads.flatten(0, 1)
+            args = {name: self._weight(ref, layer) if isinstance(ref, WeightRef) else rows for name, ref in fused.args}
+            heads = self._arithmetic.evaluate(fused.expr, args, (len(rows), op.head_dim)).view(heads.shape)
+        return self._arithmetic.store(heads if op.rope is None else self._rotated(heads, op.rope, run))
 
     def _attention(self, op: Attention, layer: int, run: _Step) -> None:
         def heads(ref: ValueRef) -> Tensor:
             return run.values[ref.value][:, ref.begin : ref.begin + ref.features].view(len(run.token_ids), -1, op.head_dim)
 
         keys, values = self.caches[op.cache, layer]
-        meaning.append(keys, heads(op.k), self.kv_len)
+        meaning.append(keys, self._mapped(op, "k", heads(op.k), layer, run), self.kv_len)
         meaning.append(values, heads(op.v), self.kv_len)
         rows = run.visible.shape[1]
-        out = self._arithmetic.attention(heads(op.q), keys[:, :rows], values[:, :rows], run.visible, op.scale)
+        q = self._mapped(op, "q", heads(op.q), layer, run)
+        out = self._arithmetic.attention(q, keys[:, :rows], values[:, :rows], run.visible, op.scale)
         self._put(op.out, layer, out.flatten(1), run)
 
 
@@ -272,7 +286,7 @@ def _weight_refs(op: Op) -> list[WeightRef]:
             vectors = [ref for f in fused for _, ref in f.args if isinstance(ref, WeightRef)]
             return [*vectors, *(part.weight for part in op.parts)]
         case Attention():
-            return []
+            return [ref for _, fused in op.maps for _, ref in fused.args if isinstance(ref, WeightRef)]
 
 
 def checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:

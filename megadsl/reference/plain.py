@@ -186,8 +186,19 @@ class _Builder:
 
         return run
 
+    def _heads(self, op: Attention, which: str, ref: ValueRef, layer: int) -> Term:
+        """q or k of an attention: rows of a linear, through their map over heads and rotated where they come without either."""
+        term, fused = self._operand(ref, layer), dict(op.maps).get(which)
+        if not op.maps:
+            return term
+        if fused is not None:
+            shape = (self._model.count * (ref.features // op.head_dim), op.head_dim)
+            args = {name: self._operand(at, layer) if isinstance(at, WeightRef) else _reshaped(term, shape) for name, at in fused.args}
+            term = _reshaped(plain_term(fused.expr, args, shape), (self._model.count, ref.features))
+        return term if op.rope is None else _turned(term, _rotation(self._model.rope(op.rope), op.rope))
+
     def _attention(self, op: Attention, layer: int) -> Action:
-        q, k, v = (self._operand(ref, layer) for ref in (op.q, op.k, op.v))
+        q, k, v = self._heads(op, "q", op.q, layer), self._heads(op, "k", op.k, layer), self._operand(op.v, layer)
         keys, values_ = self._model.caches[op.cache, layer]
         positions, rows, dim = self._model.positions, self._rows, op.head_dim
         attend = _attend(self._form, op, self._model.count, rows, positions.device)
@@ -212,11 +223,19 @@ def _pieces(op: Linear) -> list[tuple[str, int, Rope | None]]:
     """
 
     def rotation(part: Part) -> Rope | None:
-        return part.rope
+        return part.turned
 
     if op.epilogue is not None:
-        return [(part.name, part.rows, part.rope) for part in op.parts]
+        return [(part.name, part.rows, part.turned) for part in op.parts]
     return [("", sum(part.rows for part in parts), rope) for rope, parts in ((r, list(p)) for r, p in groupby(op.parts, rotation))]
+
+
+def _reshaped(term: Term, shape: tuple[int, int]) -> Term:
+    return lambda values: term(values).reshape(shape)
+
+
+def _turned(term: Term, turn: Callable[[Tensor, Values], Tensor]) -> Term:
+    return lambda values: turn(term(values), values)
 
 
 def _get(name: str) -> Term:

@@ -169,6 +169,12 @@ struct Softmax {
   }
 };
 
+// Byte offset of (query row, dim) in the query tiles.
+template <class T>
+MK_DEV u32 query_offset(u32 row, u32 dim) {
+  return (((row / 16) * T::kPanels + dim / kPanel) * 16 + row % 16) * 64 + (dim % kPanel) * 2;
+}
+
 // Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
 template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
@@ -177,10 +183,9 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
   const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
   const Round round = exchange_round(block.buffers, e, sequence);
-  const auto query_offset = [](u32 row, u32 dim) { return (((row / 16) * T::kPanels + dim / kPanel) * 16 + row % 16) * 64 + (dim % kPanel) * 2; };
 #pragma unroll 1
   for (u32 i = block.thread; i < (padded - rows) * T::kHeadDim; i += B::kThreads)
-    ptx::st_shared<u16>(queries.template at<u16>(query_offset(rows + i / T::kHeadDim, i % T::kHeadDim)), u16(0));
+    ptx::st_shared<u16>(queries.template at<u16>(query_offset<T>(rows + i / T::kHeadDim, i % T::kHeadDim)), u16(0));
   if (unit.fresh)
 #pragma unroll 1
     for (u32 i = block.thread; i < (kChunkRows - kTokens) * T::kHeadDim; i += B::kThreads) {
@@ -198,7 +203,7 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
   for (u32 r = 0; r < 3; ++r) wanted.owners[r] = owners_of(block.cx, e, wanted.ranges[r]);
   const auto place = [&](u32 range, u32 group, u32 token) {  // where a unit of queries or keys lies
     const u32 at = group * kGroupRows;
-    return range == 0 ? queries.template at<char>(query_offset(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
+    return range == 0 ? queries.template at<char>(query_offset<T>(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
                       : fresh.template at<char>(key_offset<T::kHeadDim>(token, at));
   };
   const auto value = [&](u32 group, u32 token, u32 i) { return fresh.template at<u16>(T::kKeyBytes + value_offset(token, group * kGroupRows + i)); };
@@ -299,10 +304,16 @@ MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 seque
   trace(block.cx, Event::kEnd, site, unit);
 }
 
-// Consumer side of attention for all units of this block.
-template <class QkvWire, class PartWire, class T, class P, class B, class R>
+// Queries and keys are multiplied as they are gathered; else see HeadMaps.
+struct AsGathered {
+  static constexpr bool kMaps = false;
+};
+
+// Consumer side of attention for all units of this block. `heads`: what is made of queries and keys first.
+template <class QkvWire, class PartWire, class T, class P, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
+                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence,
+                          const H& heads = {}) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
@@ -312,6 +323,10 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
+    if constexpr (H::kMaps) {
+      heads.apply(block, s, unit.fresh);
+      block.sync();
+    }
     trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
