@@ -21,6 +21,9 @@ from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
 
 
+FEW_ROWS = 8  # mk::FewRows: the N of an mma
+
+
 @dataclass(frozen=True)
 class Operand:
     """An argument of a prologue expression as the emitted code sees it."""
@@ -60,6 +63,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "few_rows": lambda op: op.heads // op.kv_heads * plan.tunables.tokens <= FEW_ROWS,
         "head_vectors": head_vectors,
         "head_vector_name": head_vector_name,
         "head_value": _head_value,

@@ -78,6 +78,8 @@ struct Softmax {
   static constexpr bool kKeepQueries = T::kHeadDim <= 64;
   u32x4 kept[kKeepQueries ? T::kPanels : 1][2];
 
+  MK_DEV static u32 row(u32 lane, u32 r) { return lane / 4 + 8 * r; }
+
   MK_DEV u32x4 load_query(u32 panel, u32 half, u32 lane) const {
     return ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16));
   }
@@ -309,8 +311,8 @@ struct AsGathered {
   static constexpr bool kMaps = false;
 };
 
-// Consumer side of attention for all units of this block. `heads`: what is made of queries and keys first.
-template <class QkvWire, class PartWire, class T, class P, class B, class R, class H = AsGathered>
+// Consumer side of attention for all units of this block. S: Softmax, or FewRows. `heads`: what is made of queries and keys first.
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence,
                           const H& heads = {}) {
@@ -333,9 +335,9 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
       const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
-      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16 + block.lane() / 4;
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16;
       const bool active = mine < classes;
-      Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
+      S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
       const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
 #pragma unroll 1
@@ -354,7 +356,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
 #pragma unroll
           for (u32 r = 0; r < 2; ++r) {
             seen[r] = (1u << rows) - 1;
-            if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+            if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % kTokens);
           }
           state.take(from.template at<char>(i * T::kChunkBytes), block.lane(), scale_log2, seen, rows);
         }

@@ -1,6 +1,7 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
 #include "megadsl/embed.h"
+#include "megadsl/few_rows.h"
 #include "megadsl/heads.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"

@@ -1,7 +1,7 @@
 // Warp collectives. All lanes of the warp that have not exited must call them together.
 #pragma once
 
-#include "megadsl/base.h"
+#include "megadsl/ptx/identity.h"
 
 #if defined(MK_HOST)
 #include "host/collectives.h"
@@ -18,6 +18,12 @@ MK_OP float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::
 MK_OP u32 ballot(bool p) { return host::ballot(p); }
 MK_OP bool any(bool p) { return host::ballot(p) != 0; }
 MK_OP void syncwarp() { host::sync_warp(MK_PC); }
+// A warp's matrix of 8 by 8 16-bit elements, two to a lane: lane 4i + j holds row i, columns 2j and 2j + 1. Gives its transpose.
+MK_OP u32 transpose_8x8(u32 v) {
+  const u32 lane = lane_id(), row = lane / 4, from = lane % 4 * 8 + row / 2;
+  const u32 even = host::shuffle(v, from), odd = host::shuffle(v, from + 4);
+  return row % 2 == 0 ? (even & 0xffffu) | odd << 16 : even >> 16 | (odd & 0xffff0000u);
+}
 
 #else
 
@@ -51,6 +57,12 @@ MK_PTX bool any(bool p) {
       : "=r"(r)
       : "r"(static_cast<u32>(p)));
   return r != 0;
+}
+
+MK_PTX u32 transpose_8x8(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
 }
 
 MK_PTX void syncwarp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
