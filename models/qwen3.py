@@ -49,9 +49,7 @@ def _config(**fields: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _config(
-        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072
-    ),
+    "qwen3-0.6b": _config(vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
     "qwen3-8b": _config(
         vocab_size=151936,
         hidden_size=4096,

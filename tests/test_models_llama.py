@@ -29,6 +29,8 @@ def weight_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
             refs = [op.table]
         elif isinstance(op, Linear):
             refs = [*(p.weight for p in op.parts), *(r for _, r in op.prologue.args if isinstance(r, WeightRef))]
+        elif isinstance(op, Attention):
+            refs = [r for _, fused in op.maps for _, r in fused.args if isinstance(r, WeightRef)]
         for ref in refs:
             for layer in range(graph.layers if ref.per_layer else 1):
                 found[ref.name.replace("{layer}", str(layer))] = ref.shape

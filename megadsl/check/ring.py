@@ -49,6 +49,7 @@ LEFT = declare(
 )
 LAYERS = 3
 TILES_AT_ONCE = 2
+LAPS = 3  # of a ring: begun, gone on, and left behind
 
 
 @dataclass(frozen=True)
@@ -336,10 +337,14 @@ def _what(fill: Fill) -> str:
 
 
 def kv_lengths(device: Device) -> list[int]:
-    """None, one row, a whole chunk, one more, uneven splits, a full cache."""
+    """None, one row, a whole chunk, one more, uneven splits, a full cache; of a cache that fills a ring many times over, one that
+    fills it LAPS times: each further lap finds the ring as this one did."""
     most = device.plan.schedule.max_kv
     splits = max((device.heads(op.name).splits for op in device.ops[1]), default=0)
-    return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, most) if k <= most})
+    ring_bytes = max(r.stages * r.stage_bytes for _, r in device.plan.schedule.rings)
+    rows = max((ring_bytes // (op.head_dim * 4) for op in device.ops[1]), default=0)
+    full = min(most, LAPS * rows * splits)
+    return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, full) if k <= most})
 
 
 def check_rings(device: Device, findings: Findings) -> list[str]:

@@ -193,12 +193,19 @@ def _arena(device: Device, findings: Findings) -> None:
         findings.add(ARENA, e.span, [(e.name, [f"up to {taken[-1][1]}"])], op=e.name, value=e.name, other="the end of the arena")
 
 
+def _lengths(splits: int, most: int) -> list[int]:
+    """Numbers of chunks that show all there are: the first ones and the last ones. mk::attention_unit splits them evenly, so that so
+    many chunks more as there are splits give each split one more and change nothing else."""
+    shown = 4 * splits
+    return list(range(most + 1)) if most <= 2 * shown else [*range(shown), *range(most + 1 - shown, most + 1)]
+
+
 def _rows(device: Device, findings: Findings) -> int:
     """Cache lengths checked. The split depends on the number of chunks alone."""
     count = 0
     for op in device.ops[1]:
         heads = device.heads(op.name)
-        for chunks in range(ceil_div(device.plan.schedule.max_kv, CHUNK_ROWS) + 1):
+        for chunks in _lengths(heads.splits, ceil_div(device.plan.schedule.max_kv, CHUNK_ROWS)):
             count += 1
             kv_len = max(0, chunks * CHUNK_ROWS - 1)  # the newest row goes to the last, incomplete chunk
             units = [attention_unit(heads.splits, unit, kv_len) for unit in range(heads.splits)]

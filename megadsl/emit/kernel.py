@@ -20,7 +20,6 @@ from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
 
-
 FEW_ROWS = 8  # mk::FewRows: the N of an mma
 
 

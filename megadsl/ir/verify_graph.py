@@ -104,6 +104,15 @@ def _linear(op: Linear, out: int | None) -> Iterator[str]:
         yield f"has the unknown sink {op.sink!r}"
     if out is not None and out != op.out_features:
         yield f"gives {op.out_features} features into a value of {out}"
+    yield from _parts(op)
+    yield from _fused("prologue", op.prologue, op.columns)
+    if op.factored is not None:
+        yield from _factored(op.factored, {name for name, _ in op.prologue.args})
+    if op.epilogue is not None:
+        yield from _epilogue(op, op.epilogue)
+
+
+def _parts(op: Linear) -> Iterator[str]:
     parts = [p.name for p in op.parts]
     if len(set(parts)) < len(parts):
         yield f"has parts of the same name: {parts}"
@@ -114,11 +123,6 @@ def _linear(op: Linear, out: int | None) -> Iterator[str]:
             yield f"part {part.name!r} is rotated but holds no whole heads"
         if part.late and part.rope is None:
             yield f"part {part.name!r} is rotated late, but has no rotation"
-    yield from _fused("prologue", op.prologue, op.columns)
-    if op.factored is not None:
-        yield from _factored(op.factored, {name for name, _ in op.prologue.args})
-    if op.epilogue is not None:
-        yield from _epilogue(op, op.epilogue)
 
 
 def _factored(factored: Factored, args: set[str]) -> Iterator[str]:

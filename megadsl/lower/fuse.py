@@ -68,7 +68,9 @@ HEADS_READER = declare(
     "tensors mapped over heads go to mk.rope, to attention (q) and to the cache (k) only; drop head_dim= for rows of all features",
 )
 HEADS_SHARED = declare(
-    "MK231", "{tensor!r} is mapped head by head and read unmapped as well", "use the mapped tensor only, or a second linear for the other use"
+    "MK231",
+    "{tensor!r} is mapped head by head and read unmapped as well",
+    "use the mapped tensor only, or a second linear for the other use",
 )
 HEADS_DIFFER = declare(
     "MK232",
@@ -387,7 +389,7 @@ class _Fuser:
     def _head_map(self, node: Node | None) -> Fused | None:
         if node is None:
             return None
-        by = {arg: Arg(tensor) for arg, tensor in zip(node.attrs["args"], node.inputs, strict=True)}
+        by: dict[str, Expr] = {arg: Arg(tensor) for arg, tensor in zip(node.attrs["args"], node.inputs, strict=True)}
         return self._fused(substitute(node.attrs["expr"], by), node, {})
 
     def _check_caches(self) -> None:

@@ -15,7 +15,7 @@ from megadsl.ops.rope import ROPE
 
 OP_UNKNOWN = declare("MK125", "no op is called {op!r}", "the ops are: {known}")
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (EMBED, LINEAR, MAP, HEAD_MAP, ROPE, KV_APPEND, ATTENTION, ARGMAX)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (EMBED, LINEAR, MAP, ROPE, HEAD_MAP, KV_APPEND, ATTENTION, ARGMAX)}
 
 
 def outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[Outline, ...]:

@@ -315,7 +315,7 @@ struct AsGathered {
 template <class QkvWire, class PartWire, class T, class P, template <class> class S, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence,
-                          const H& heads = {}) {
+                          i32 meeting, const H& heads = {}) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
@@ -330,6 +330,10 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       block.sync();
     }
     trace(block.cx, Event::kReady, ring_site, u);
+    // A long cache is streamed as weights are: the next meeting is ahead when the last of its stages is.
+    const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
+    const bool streams = stages > R::kStages;
+    if (streams) block.meeting(meeting, false);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
@@ -339,12 +343,12 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const bool active = mine < classes;
       S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
-      const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
 #pragma unroll 1
       for (u32 stage = 0; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
         const bool cached = stage < stages;
         const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
         const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
+        if (streams && stage + 1 == stages) block.meeting(meeting, true);
         if (stage == 0 && cached) trace(block.cx, Event::kTile, ring_site, unit.begin);
         const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
 #pragma unroll 1
