@@ -122,7 +122,7 @@ def test_more_layers_show_nothing_new() -> None:
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
     "run_tiles": ("linear.h", 4, "matrix"),
     "add_parts": ("parts.h", 1, "add_parts"),
-    "run_attention": ("attention.h", 6, "attention"),
+    "run_attention": ("attention.h", 7, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
     "publish": ("block.h", 2, "publish"),
@@ -146,7 +146,8 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
     many = plan("llama-tiny", blocks=3, tokens=16, fields={"num_attention_heads": 16, "num_key_value_heads": 1})
     units = plan("llama-tiny", blocks=1)
     parts = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
-    made = (flags, many, units, parts, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
+    mapped = plan("qwen3-tiny", blocks=1)
+    made = (flags, many, units, parts, mapped, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
     listed: dict[str, set[str]] = {}
     for one in made:
         for i in instructions(one.program("consumer").body):

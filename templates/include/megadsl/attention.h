@@ -311,14 +311,45 @@ struct AsGathered {
   static constexpr bool kMaps = false;
 };
 
+// What one warp takes of a unit: every `classes`-th of its chunks from `next` on, counted from the unit's first (~0: none), for query
+// rows from `row0` on. Behind the cached rows comes this step's own chunk: one loop, so that the arithmetic exists once.
+template <class T, class B, class R, class S>
+MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShape& s, const Step& step, const Unit& unit, u32 next, u32 classes,
+                        u32 row0, i32 meeting, S& state) {
+  constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
+  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+  // A long cache is streamed as weights are: the next meeting is ahead when its last stage is taken.
+  const bool streams = stages > R::kStages;
+  if (streams) block.meeting(meeting, false);
+#pragma unroll 1
+  for (u32 stage = 0; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
+    const bool lies = stage < stages;
+    const u32 first = min_u32(stage * kPerStage, cached), end = lies ? min_u32(first + kPerStage, cached) : cached + 1;
+    const smem_ptr<char> from = lies ? reader.wait_stage(site, unit.begin + first) : block.template at<char>(s.fresh);
+    if (stage == 0 && lies) trace(block.cx, Event::kTile, site, unit.begin);
+    if (streams && stage + 1 == stages) block.meeting(meeting, true);
+#pragma unroll 1
+    for (; next < end; next += classes) {
+      u32 rows = step.tokens, seen[2];
+      if (lies) rows = min_u32(kChunkRows, step.kv_len - (unit.begin + next) * kChunkRows);
+#pragma unroll
+      for (u32 r = 0; r < 2; ++r) {
+        seen[r] = (1u << rows) - 1;
+        if (!lies) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S::row(block.lane(), r)) % B::kTokens);
+      }
+      state.take(from.template at<char>((next - first) * T::kChunkBytes), block.lane(), scale_log2, seen, rows);
+    }
+    if (lies) reader.release();
+  }
+}
+
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. `heads`: what is made of queries and keys first.
 template <class QkvWire, class PartWire, class T, class P, template <class> class S, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence,
-                          i32 meeting, const H& heads = {}) {
-  constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
+                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
+                          const H& heads = {}) {
   const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
-  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
@@ -330,10 +361,6 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       block.sync();
     }
     trace(block.cx, Event::kReady, ring_site, u);
-    // A long cache is streamed as weights are: the next meeting is ahead when the last of its stages is.
-    const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
-    const bool streams = stages > R::kStages;
-    if (streams) block.meeting(meeting, false);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
       if (first_tile != 0) block.sync();  // the parts of the pass before have been read
@@ -342,30 +369,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16;
       const bool active = mine < classes;
       S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
-      // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
-#pragma unroll 1
-      for (u32 stage = 0; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
-        const bool cached = stage < stages;
-        const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
-        const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
-        if (streams && stage + 1 == stages) block.meeting(meeting, true);
-        if (stage == 0 && cached) trace(block.cx, Event::kTile, ring_site, unit.begin);
-        const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
-#pragma unroll 1
-        for (u32 i = 0; active && i < count; ++i) {
-          const u32 chunk = cached ? first + i : cached_chunks;
-          if (chunk % classes != mine) continue;
-          u32 rows = step.tokens, seen[2];
-          if (cached) rows = min_u32(kChunkRows, step.kv_len - (unit.begin + chunk) * kChunkRows);
-#pragma unroll
-          for (u32 r = 0; r < 2; ++r) {
-            seen[r] = (1u << rows) - 1;
-            if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % kTokens);
-          }
-          state.take(from.template at<char>(i * T::kChunkBytes), block.lane(), scale_log2, seen, rows);
-        }
-        if (cached) reader.release();
-      }
+      take_chunks<T>(block, reader, ring_site, s, step, unit, active ? mine : ~0u, classes, row0, meeting, state);
       if (active) {
         const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);

@@ -2,7 +2,7 @@
 #pragma once
 #include "megadsl/embed.h"
 #include "megadsl/few_rows.h"
-#include "megadsl/heads.h"
+#include "megadsl/head_maps.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"
