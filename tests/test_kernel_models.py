@@ -51,6 +51,8 @@ def pieces(made: Compiled, name: str) -> tuple[int, int]:
         ("llama-tiny-wide", 2, 7),
         ("llama-tiny-wide", 16, 2),
         ("llama-tiny-interleaved", 5, 1),
+        ("qwen3-tiny", 1, 7),
+        ("qwen3-tiny", 16, 3),
     ],
 )
 def test_models(model: str, tokens: int, blocks: int) -> None:
@@ -76,6 +78,13 @@ def test_heads_and_vocabularies(blocks: int, fields: dict[str, Any]) -> None:
 def test_more_units_than_blocks() -> None:
     made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=few_stages)
     assert attention_of(made).kv_heads * made.schedule.op("attention").splits > made.schedule.blocks
+
+
+def test_a_cache_longer_than_the_ring() -> None:
+    fields = config(num_attention_heads=3, num_key_value_heads=3)
+    made = compiled("llama-tiny", tokens=2, blocks=2, fields=fields, configure=few_stages, max_kv=1024)
+    assert 600 // 16 > 6 * 4, "chunks of a unit, of which 4 fill one of the ring's 6 stages"
+    check(made, [(600, 2), (1000, 1), (601, 2)], seeds=(1,))
 
 
 def test_rows_in_several_pieces() -> None:

@@ -11,7 +11,8 @@ import torch
 import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from tests.kernels import Bench, Result, Weights, bits, check, compiled, steps
+from megadsl.dsl.schedule import ScheduleBlock
+from tests.kernels import Bench, Result, Weights, attention_of, bits, check, compiled, steps
 
 SPECS = Path(__file__).parent / "specs"
 CONFIG = {"vocab": 203, "hidden": 72, "inter": 104, "layers": 2}
@@ -33,6 +34,18 @@ def test_a_last_unit_that_is_not_full(name: str, tokens: int) -> None:
     whole = compiled(kernel, tokens=tokens, blocks=3, fields=fields, configure=lambda s: s["embed"].sync(mk.Sentinel(4)))
     for ours, theirs in zip(*(check(made, [(0, tokens), (0, 1)], seeds=(1,)) for made in (plain, whole)), strict=True):
         assert ours.same(theirs)
+
+
+def test_a_map_over_heads_of_one_side() -> None:
+    """Reductions inside reductions, two vectors, and 5 query heads to a KV head; flags instead of tags."""
+
+    def flags(s: ScheduleBlock) -> None:
+        s["q_k_v"].sync(mk.Flag(2))
+
+    fields = CONFIG | {"heads": 5, "kv_heads": 1, "head_dim": 64}
+    made = compiled(load(f"{SPECS / 'shapes.py'}:heads")[0], tokens=2, blocks=3, fields=fields, configure=flags)
+    assert [which for which, _ in attention_of(made).maps] == ["q"]
+    check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
 
 
 def test_two_values_meet_in_one_prologue() -> None:

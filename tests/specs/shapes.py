@@ -48,3 +48,19 @@ def plain(cfg: Any, tokens: int = 1) -> mk.Tensor:
         h = mk.map("silu(gate) * up", gate=gate, up=up)
         x = x + mk.linear(h, layer.weight("down", (cfg.hidden, cfg.inter)))
     return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))
+
+
+@mk.kernel
+def heads(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """Queries are centred and scaled head by head, keys are not; rotated behind it in neighbouring pairs."""
+    dim, q_heads, kv_heads = cfg.head_dim, cfg.heads, cfg.kv_heads
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    for layer in mk.layers(cfg.layers):
+        shapes = {"q": q_heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+        q, k, v = mk.linear(x, *(layer.weight(name, (rows, cfg.hidden)) for name, rows in shapes.items()))
+        norm = "(q - mean(q)) * rsqrt(mean(square(q - mean(q))) + 0.01) * w + b"
+        q = mk.map(norm, head_dim=dim, q=q, w=layer.weight("q_norm", dim), b=layer.weight("q_norm.bias", dim))
+        q, k = mk.rope(q, k, head_dim=dim, theta=1e4, style="interleaved")
+        a = mk.attention(q, layer.kv_cache(kv_heads, dim).append(k, v), heads=q_heads)
+        x = x + mk.linear(a, layer.weight("o", (cfg.hidden, q_heads * dim)))
+    return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))
