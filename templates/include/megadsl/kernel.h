@@ -48,6 +48,7 @@ MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.co
 // Called by every thread. One of them then sets up shared memory with init_block(), and the whole block meets.
 MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word, Divisor blocks) {
   Context cx = {buffers.control, abort_word, ptx::block_id(), blocks, 0};
+  trace_begin(cx);
   chaos_enter(cx);
   return cx;
 }
