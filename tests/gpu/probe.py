@@ -48,7 +48,7 @@ def trace_layout(blocks: int) -> dict[str, Any]:
     ]
     end = {"value": "epoch", "looped": False, "slope": 0, "round": 0}
     return {
-        **{"records": 6, "bytes": blocks * 7 * 16, "roles": [{"name": "consumer", "kind": "consumer", "stages": 0}], "phases": phases},
+        **{"records": 8, "bytes": blocks * 10 * 16, "roles": [{"name": "consumer", "kind": "consumer", "stages": 0}], "phases": phases},
         **{"signals": [{**end, "phase": "signal"}], "waits": [{**end, "phase": "gather", "whole": True}]},
     }
 
