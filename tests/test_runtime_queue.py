@@ -71,6 +71,17 @@ def test_a_turn_on_another_stream_waits_for_the_one_before(gpu: Gpu) -> None:
     assert [s.waited for s in gpu.streams] == [[2], [0], [1]] and asked == [1, 2, 0]
 
 
+def test_a_turn_asks_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the way of every launch: one question to torch, and nothing is recorded or waited for."""
+    queue, asked = gpu.queue(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device) or gpu.now)
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
+    with queue.turn() as handle:
+        assert handle == gpu.now.cuda_stream
+    assert len(asked) == 1
+
+
 def test_a_capture_takes_no_turn(gpu: Gpu) -> None:
     queue = gpu.queue()
     gpu.now, gpu.capturing = gpu.streams[1], True
