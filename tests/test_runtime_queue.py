@@ -177,7 +177,7 @@ class Driver:
 def test_a_stream_of_fewer_sms_is_a_diagnostic(sms: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "driver", Driver(1, sms))
     kernel = object.__new__(cuda.CudaKernel)
-    kernel._function, kernel._blocks, kernel._threads, kernel._smem = None, 128, 288, 200_000
+    kernel._functions, kernel._blocks, kernel._threads, kernel._smem = [None], 128, 288, 200_000
     if fits:
         kernel.admit(7)
         return

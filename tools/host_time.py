@@ -83,7 +83,7 @@ def parts_of(program: Program) -> dict[str, Callable[[], object]]:
             pass
 
     def uncooperative() -> None:
-        (status,) = driver.cuLaunchKernelEx(plain, kernel._function, kernel._parameters_address, 0)
+        (status,) = driver.cuLaunchKernelEx(plain, *kernel._launches[0], 0)
         assert status == driver.CUresult.CUDA_SUCCESS
 
     return {

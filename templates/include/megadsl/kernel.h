@@ -63,4 +63,12 @@ MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {
   return {ptx::ld_global<u32>(&c->epoch), ptx::ld_global<u32>(&c->kv_len), min_u32(ptx::ld_global<u32>(&c->n_tokens), max_tokens)};
 }
 
+// Where a launch is one op: the launch before has ended from here on. Before, a role may read weights alone. After an error in an
+// earlier launch the block's waits fall through.
+MK_DEV Step join_launch(const Context& cx, const Buffers& buffers, u32 max_tokens) {
+  ptx::wait_dependencies();
+  if (!may_run(buffers)) ptx::st_shared_volatile(cx.abort_word, 1u);
+  return read_step(buffers, max_tokens);
+}
+
 }  // namespace mk
