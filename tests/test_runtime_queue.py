@@ -45,6 +45,7 @@ class Gpu:
         self.streams = [Stream(i) for i in range(3)]
         self.now, self.capturing, self.counts = self.streams[0], False, [0]
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.now)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now.cuda_stream, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(99))
         patch.setattr(torch.cuda, "Event", Event)
@@ -72,10 +73,11 @@ def test_a_turn_on_another_stream_waits_for_the_one_before(gpu: Gpu) -> None:
 
 
 def test_a_turn_asks_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the way of every launch: one question to torch, and nothing is recorded or waited for."""
+    """It is in the way of every launch: one question to torch, and nothing is made, recorded or waited for."""
     queue, asked = gpu.queue(), []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device) or gpu.now)
-    monkeypatch.setattr(torch.cuda, "Event", None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: asked.append(index) or gpu.now.cuda_stream)
+    for slow in ("current_stream", "Event"):
+        monkeypatch.setattr(torch.cuda, slow, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
     with queue.turn() as handle:
         assert handle == gpu.now.cuda_stream
