@@ -56,9 +56,9 @@ def chunk_registers(op: Attention) -> int:
 
 
 def _frees_stages(op: Attention, tokens: int, schedule: Schedule) -> bool:
-    """Whether the warps' first chunks fill a stage. With more tokens than one, polls and query tiles take the registers."""
+    """Whether the warps' first chunks fill a stage. With more query rows than one tile has, polls and tiles take the registers."""
     stage = schedule.ring(schedule.op(op.name).loader).stage_bytes
-    return tokens == 1 and query_tiles(op, tokens) == 1 and schedule.consumer.warps * CHUNK_ROWS * op.head_dim * 4 >= stage
+    return query_tiles(op, tokens) == 1 and schedule.consumer.warps * CHUNK_ROWS * op.head_dim * 4 >= stage
 
 
 def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:

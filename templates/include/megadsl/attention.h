@@ -105,14 +105,14 @@ struct HeldChunk {
 };
 
 // One warp's running softmax for 16 query rows: lane (g, q) holds rows g and g + 8.
-template <class T, bool kHolds>
+template <class T>
 struct Softmax {
   float maximum[2] = {kNoMaximum, kNoMaximum};
   float sum[2] = {0.0f, 0.0f};
   float out[T::kHeadDim / 8][4] = {};
   smem_ptr<char> tile;  // this warp's query tile
-  // Heads of 128, or chunks in registers, would not leave enough of those: then queries are read again for each chunk.
-  static constexpr bool kKeepQueries = T::kHeadDim <= 64 && !kHolds;
+  // Heads of 128 would not leave enough registers: their queries are read again for each chunk.
+  static constexpr bool kKeepQueries = T::kHeadDim <= 64;
   u32x4 kept[kKeepQueries ? T::kPanels : 1][2];
 
   MK_DEV u32x4 load_query(u32 panel, u32 half, u32 lane) const {
@@ -207,25 +207,16 @@ struct Softmax {
   }
 };
 
-// Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
+// Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own. Rows that do
+// not exist are left as they are: what a tile's row gives goes to no other, a chunk's rows are masked.
 template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
   trace(block.cx, Event::kWait, site, unit.split);
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
-  const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
+  const u32 head_rows = u32(s.rows) / kTokens;
   const Round round = exchange_round(block.buffers, e, sequence);
   const auto query_offset = [](u32 row, u32 dim) { return (((row / 16) * T::kPanels + dim / kPanel) * 16 + row % 16) * 64 + (dim % kPanel) * 2; };
-#pragma unroll 1
-  for (u32 i = block.thread; i < (padded - rows) * T::kHeadDim; i += B::kThreads)
-    ptx::st_shared<u16>(queries.template at<u16>(query_offset(rows + i / T::kHeadDim, i % T::kHeadDim)), u16(0));
-  if (unit.fresh)
-#pragma unroll 1
-    for (u32 i = block.thread; i < (kChunkRows - kTokens) * T::kHeadDim; i += B::kThreads) {
-      const u32 row = kTokens + i / T::kHeadDim, dim = i % T::kHeadDim;
-      ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(row, dim)), u16(0));
-      ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(row, dim)), u16(0));
-    }
   // One round of polls for queries, keys and values: each further one would wait for the trip to L2 again.
   const u32 q_features = head_rows * T::kHeadDim, kv_features = unit.fresh ? T::kHeadDim : 0;
   Wanted<3> wanted;
@@ -362,31 +353,46 @@ template <class QkvWire, class PartWire, class T, class P, bool kHolds, class B,
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
-  const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
+  const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
+  const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    const Unit unit = attention_unit(u32(s.splits), u, kv_len);
     const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
-    HeldChunk<T> held;
+    HeldChunk<T> held = {};  // zeros: registers without a value on some path would count as in use in all the loop
     u32 held_stages = 0;
     if (kHolds) {
       const u32 tiles = min_u32(B::kWarps, all_tiles);
       held_stages = hold_chunks<T>(block, reader, ring_site, unit, classes_of(tiles), block.warp() / tiles, held);
     }
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
+    // Which of this step's rows a lane's query rows attend to: asked for early, for it is a trip to memory.
+    constexpr u32 kMasks = kTokens == 1 ? 1 : 2;  // of rows g and g + 8
+    u32 ancestors[kMasks] = {};
+    const auto ask_ancestors = [&](u32 row0) {
+#pragma unroll
+      for (u32 r = 0; r < kMasks && unit.fresh; ++r) ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+    };
+    const auto first_row = [&](u32 first_tile) {
+      return (first_tile + block.warp() % min_u32(B::kWarps, all_tiles - first_tile)) * 16 + block.lane() / 4;
+    };
+    ask_ancestors(first_row(0));
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
     trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
-      if (first_tile != 0) block.sync();  // the parts of the pass before have been read
+      if (first_tile != 0) {
+        block.sync();  // the parts of the pass before have been read
+        ask_ancestors(first_row(first_tile));
+      }
       const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), classes = classes_of(tiles);
-      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16 + block.lane() / 4;
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
-      Softmax<T, kHolds> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
+      Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       // What is held, stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once. Chunks are
       // counted from the unit's first.
       const u32 begun = first_tile == 0 ? held_stages : 0, stages = ceil_div(cached, kPerStage);
@@ -399,26 +405,26 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         if (first == 0 && cached != 0) trace(block.cx, Event::kTile, ring_site, unit.begin);
 #pragma unroll 1
         for (; next < end; next += classes) {
-          u32 rows = step.tokens, seen[2];
-          if (next < cached) rows = min_u32(kChunkRows, step.kv_len - (unit.begin + next) * kChunkRows);
+          u32 exist = step.tokens, seen[2];
+          if (next < cached) exist = min_u32(kChunkRows, kv_len - (unit.begin + next) * kChunkRows);
 #pragma unroll
           for (u32 r = 0; r < 2; ++r) {
-            seen[r] = (1u << rows) - 1;
-            if (next == cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+            seen[r] = (1u << exist) - 1;
+            if (next == cached) seen[r] &= ancestors[r % kMasks];
           }
           const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
           if constexpr (kHolds) {
             if (!kept) held.load(lying);
-            state.take(held, block.lane(), scale_log2, seen, rows);
+            state.take(held, block.lane(), scale_log2, seen, exist);
           } else {
-            state.take(lying, block.lane(), scale_log2, seen, rows);
+            state.take(lying, block.lane(), scale_log2, seen, exist);
           }
         }
         if (lies) reader.release();
       }
       if (active) {
-        const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
-        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
+        const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
+        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
       }
       trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
       block.sync();
