@@ -63,7 +63,7 @@ class Builder:
         return self.full[key]
 
     def held(self, op: Op) -> int:
-        """Tiles that the consumers take before the op's input is there."""
+        """Tiles (of an attention: chunks of each warp) that the consumers take before the op's input is there."""
         return self.schedule.op(op.name).prefetch.registers or 0
 
     def gated(self, op: Op) -> bool:
@@ -435,6 +435,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "holds": builder.held(op) > 0,
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
