@@ -163,21 +163,22 @@ class Stream:
                     ends = chunk + 1 == m.chunks
                     for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
                         scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
-                        yield from (self._scalars(step, i, True) for i in scaled)
-                        yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own)
-                        yield from (self._scalars(step, i, False) for i in scaled)
+                        yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own, scaled)
                         if own and ends and not step.instr.args["parts"]:
                             yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
         yield from self._meet(step.instr, "end")
 
-    def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int) -> Iterator[Event]:
-        """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns."""
+    def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int, scaled: range) -> Iterator[Event]:
+        """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
+        sees whole rows settles the row reductions ``scaled``."""
         half = self._half()
         partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.layer, turn))
+        yield from (self._scalars(step, i, True) for i in scaled)
         if own:
             yield self._activations(step, m, chunk, 0, False)
             yield partials
         yield from self._meet(step.instr, "partials")
+        yield from (self._scalars(step, i, False) for i in scaled)
         if own:
             yield _reading(partials)
         if own and m.chunks > 1:

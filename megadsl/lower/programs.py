@@ -58,7 +58,12 @@ class Builder:
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
-        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds)), "dense": dense, "even": units % (threads * at_once) == 0}
+        return {
+            "units": at_once,
+            "extras": max(1, ceil_div(extras, threads * rounds)),
+            "dense": dense,
+            "even": units % (threads * at_once) == 0,
+        }
 
     def site_of(self, role: str, op: Op, arg: str = "") -> int:
         """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
