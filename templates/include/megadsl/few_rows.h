@@ -9,7 +9,7 @@
 
 namespace mk {
 
-template <class T>
+template <class T, bool>
 struct FewRows {
   float maximum[2] = {kNoMaximum, kNoMaximum};
   float sum[2] = {0.0f, 0.0f};  // over this lane's rows of the chunks
@@ -24,14 +24,13 @@ struct FewRows {
   }
 
   // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row(lane, r) attends to row i of the chunk.
-  MK_DEV void take(smem_ptr<char> chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
+  template <class Chunk>
+  MK_DEV void take(const Chunk& chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
     const u32 g = lane / 4, q = lane % 4;
     float score[2][4] = {};  // two chains of products, added up: [row g or g + 8][query]
 #pragma unroll
     for (u32 p = 0; p < T::kPanels; ++p) {
-      u32x4 k[2];
-#pragma unroll
-      for (u32 half = 0; half < 2; ++half) k[half] = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(((half * T::kPanels + p) * 8 + g) * 64 + q * 16));
+      const u32x4 k[2] = {chunk.keys(0, p), chunk.keys(1, p)};
       ptx::mma_m16n8k16(score[0], k[0].x, k[1].x, k[0].y, k[1].y, queries[p].x, queries[p].y);
       ptx::mma_m16n8k16(score[1], k[0].z, k[1].z, k[0].w, k[1].w, queries[p].z, queries[p].w);
     }
@@ -62,7 +61,7 @@ struct FewRows {
     const u32 keep0 = row_mask(0, q, rows), keep1 = row_mask(1, q, rows);
 #pragma unroll
     for (u32 pair = 0; pair < T::kHeadDim / 16; ++pair) {
-      const u32x4 v = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(T::kKeyBytes + (pair * kWarpSize + lane) * 16));
+      const u32x4 v = chunk.values(pair);
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) out[pair][i] *= fade[i % 2];
       ptx::mma_m16n8k16(out[pair], v.x & keep0, v.z & keep0, v.y & keep1, v.w & keep1, p0, p1);
