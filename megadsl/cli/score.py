@@ -41,11 +41,10 @@ class Score:
 
     def add_kernel(self, compiled: Compiled, seeds: Sequence[int], processes: int, *, quiet: bool) -> None:
         """Every mutant of the emulated kernel, under ``seeds`` until one shows it."""
-        from megadsl.runtime.explore import Subject
         from megadsl.runtime.mutants import score
 
         with _bar("kernel mutants", quiet=quiet) as progress:
-            verdicts = score(Subject(compiled.manifest, compiled.source), compiled.plan, seeds, processes, progress)
+            verdicts = score(compiled.manifest, compiled.plan, seeds, processes, progress)
         self.rows += [Row(v.name, v.killed_by, v.argument) for v in verdicts]
 
     @property

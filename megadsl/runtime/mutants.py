@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megadsl.build.host import DETECT
 from megadsl.check import check_plan
-from megadsl.check.edits import edited
-from megadsl.check.model import Device
+from megadsl.check.edits import with_rings
+from megadsl.check.ring import TILES_AT_ONCE
 from megadsl.diagnostics import MegadslError
-from megadsl.emulate.abi import Point, PointRecord
-from megadsl.emulate.equivalent import argument_for
+from megadsl.emit import emit
+from megadsl.emulate.abi import PointRecord
+from megadsl.emulate.equivalent import Facts, argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
 from megadsl.emulate.pool import spread
 from megadsl.ir.plan import Plan
+from megadsl.lower.schedule import MAX_STAGES
 from megadsl.lower.shape import ident
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
@@ -68,7 +71,6 @@ class MutableSubject:
 
     subject: Subject
     seeds: tuple[int, ...]
-    apart: frozenset[str] = frozenset()  # ops whose publishing the checker proves right without the barrier behind it
 
     def __call__(self) -> Judge:
         return Judge(self)
@@ -78,7 +80,7 @@ class Judge:
     """Runs mutants of one subject."""
 
     def __init__(self, made: MutableSubject) -> None:
-        self.subject, self.seeds, self.apart = made.subject, made.seeds, made.apart
+        self.subject, self.seeds = made.subject, made.seeds
         self.arena = self.subject.weights()
         self.program = self.subject.program(self.arena, {DETECT: "1"})
         self.changes = 0  # mistakes made by the mutant that is being judged
@@ -101,18 +103,17 @@ class Judge:
         self.program.record_points = False
         return list(found.values()), steps
 
-    def judge(self, mutant: Mutant | WordMutant) -> Verdict:
-        """Run the mutant under each seed until something notices it. One that should be no mistake is put to two of them."""
+    def judge(self, mutant: Mutant | WordMutant, argument: str = "") -> Verdict:
+        """Run the mutant under each seed until something notices it; under the first alone where ``argument`` says why nothing should."""
         manifest = self.subject.manifest
         if isinstance(mutant, Mutant):
             self.program.mutant = mutant
         else:
             shape = [mutant.value if i == mutant.index else word for i, word in enumerate(manifest["shape"])]
             self.program.manifest = {**manifest, "shape": shape}
-        argument = self._argument(mutant)
         self.changes = 0 if isinstance(mutant, Mutant) else 1
         try:
-            for seed in self.seeds[:2] if argument else self.seeds:
+            for seed in self.seeds[:1] if argument else self.seeds:
                 killed_by, evidence = self._run(seed)
                 if killed_by:
                     return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))
@@ -121,16 +122,6 @@ class Judge:
         finally:
             self.program.mutant, self.program.manifest = None, manifest
         return Verdict(str(mutant), "", None, "", argument, self.changes)
-
-    def _argument(self, mutant: Mutant | WordMutant) -> str:
-        if isinstance(mutant, WordMutant):
-            return ""
-        place = mutant.place
-        if place.kind is Point.BLOCK_BARRIER and place.within("Publication::publish") and place.op in self.apart:
-            return (
-                "the checker proves this plan without the barrier behind the publication: the next op meets before it writes what was read"
-            )
-        return argument_for(mutant)
 
     def _run(self, seed: int) -> tuple[str, str]:
         program = self.program
@@ -165,30 +156,41 @@ def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
     return tuple(found)
 
 
-def score(
-    subject: Subject, plan: Plan, seeds: Sequence[int], processes: int = 1, progress: Callable[[int, int], None] | None = None
-) -> tuple[Verdict, ...]:
-    """What becomes of every mutant of the subject's kernel under ``seeds``; ``plan`` is the kernel's.
+def smallest_rings(plan: Plan) -> Plan:
+    """The plan with as few stages a ring as it can do with, two at least, so that consumers still take tiles in pairs.
 
-    ``progress`` is told how many of how many are judged. Raises MK362 without addr2line.
+    Where a ring holds all that an op streams, nobody waits for a stage that the op lets go of, and mistakes there go unnoticed.
     """
-    made = MutableSubject(subject, tuple(seeds), _apart(plan))
+    few = (with_rings(plan, stages) for stages in range(TILES_AT_ONCE, MAX_STAGES))
+    return next((made for made in few if not check_plan(made).findings), plan)
+
+
+def score(
+    manifest: Mapping[str, Any],
+    plan: Plan,
+    seeds: Sequence[int],
+    processes: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Verdict, ...]:
+    """What becomes of every mutant of the plan's kernel, with the smallest rings, under ``seeds``.
+
+    ``manifest`` is the compiler's, for a few blocks. ``progress`` is told how many of how many are judged. Raises MK362 without
+    addr2line.
+    """
+    plan = smallest_rings(plan)
+    made = MutableSubject(Subject(dict(manifest), emit(plan)), tuple(seeds))
     judge = made()
     records, steps = judge.points()
     assert judge.program.emulator is not None
-    found = places(records, judge.program.emulator.path, subject.source, include())
-    todo: list[Mutant | WordMutant] = [*mutants(found, steps * PATIENCE), *fewer_slots(plan)]
+    found = places(records, judge.program.emulator.path, made.subject.source, include())
+    facts = Facts(plan, found, include())
+    todo: list[tuple[Mutant | WordMutant, str]] = [(mutant, argument_for(mutant, facts)) for mutant in mutants(found, steps * PATIENCE)]
+    todo += [(mutant, "") for mutant in fewer_slots(plan)]
     factory = made if processes > 1 else lambda: judge  # one process need not make another
     report = None if progress is None else lambda done: progress(done, len(todo))
-    verdicts = spread(factory, Judge.judge, todo, processes, report)
+    verdicts = spread(factory, _judge, todo, processes, report)
     return tuple(verdict for verdict in verdicts if verdict.possible)
 
 
-def _apart(plan: Plan) -> frozenset[str]:
-    device = Device(plan)
-    publishing = {step.instr.op for step in device.steps(device.consumer, 1) if step.instr.call == "publish" and "done" in step.instr.syncs}
-
-    def alone(op: str) -> Plan:
-        return edited(plan, lambda i: replace(i, syncs=()) if i.call == "publish" and i.op == op else i)
-
-    return frozenset(op for op in publishing if not check_plan(alone(op)).findings)
+def _judge(judge: Judge, item: tuple[Mutant | WordMutant, str]) -> Verdict:
+    return judge.judge(*item)
