@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from megadsl.build.host import DETECT
 from megadsl.check import check_plan
 from megadsl.check.edits import with_rings
+from megadsl.check.model import Device
 from megadsl.check.ring import TILES_AT_ONCE
 from megadsl.diagnostics import MegadslError
 from megadsl.emit import emit
-from megadsl.emulate.abi import PointRecord
+from megadsl.emulate.abi import PointRecord, Policy
 from megadsl.emulate.equivalent import Facts, argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
 from megadsl.emulate.pool import spread
 from megadsl.ir.plan import Plan
-from megadsl.lower.schedule import MAX_STAGES
+from megadsl.lower.operands import vectors
 from megadsl.lower.shape import ident
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
 
 RECORDED_SEEDS = (0, 1, 4)  # all alike, a slow loader, a frozen block: waits that pass at once in one schedule do not in another
+ARGUED_LAUNCHES = 2  # an empty cache, and one of several chunks
 PATIENCE = 6  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
 
 DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
@@ -104,7 +107,8 @@ class Judge:
         return list(found.values()), steps
 
     def judge(self, mutant: Mutant | WordMutant, argument: str = "") -> Verdict:
-        """Run the mutant under each seed until something notices it; under the first alone where ``argument`` says why nothing should."""
+        """Run the mutant under each seed until something notices it. Where ``argument`` says why nothing should, two launches under
+        the first seed put that to the test."""
         manifest = self.subject.manifest
         if isinstance(mutant, Mutant):
             self.program.mutant = mutant
@@ -114,7 +118,7 @@ class Judge:
         self.changes = 0 if isinstance(mutant, Mutant) else 1
         try:
             for seed in self.seeds[:1] if argument else self.seeds:
-                killed_by, evidence = self._run(seed)
+                killed_by, evidence = self._run(seed, ARGUED_LAUNCHES if argument else None)
                 if killed_by:
                     return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))
                 if self.changes == 0:
@@ -123,11 +127,11 @@ class Judge:
             self.program.mutant, self.program.manifest = None, manifest
         return Verdict(str(mutant), "", None, "", argument, self.changes)
 
-    def _run(self, seed: int) -> tuple[str, str]:
+    def _run(self, seed: int, launches: int | None) -> tuple[str, str]:
         program = self.program
         program.seed, program.policy = seed, policy_of(seed)
         try:
-            for step, (outcome, report) in enumerate(self.subject.launches(program)):
+            for step, (outcome, report) in enumerate(islice(self.subject.launches(program), launches)):
                 self.changes += report.changes
                 if report.races:
                     return DETECTOR, str(report.races[0])
@@ -156,13 +160,16 @@ def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
     return tuple(found)
 
 
-def smallest_rings(plan: Plan) -> Plan:
-    """The plan with as few stages a ring as it can do with, two at least, so that consumers still take tiles in pairs.
+def small_rings(plan: Plan) -> Plan:
+    """The plan with as few stages a ring as let an op take its vectors and its first tiles without any being filled anew.
 
-    Where a ring holds all that an op streams, nobody waits for a stage that the op lets go of, and mistakes there go unnoticed.
+    Where a ring holds all that an op streams, nobody waits for a stage that the op lets go of, and mistakes there go unnoticed. Where
+    it holds less than an op takes at once, warps wait for each other at its stages, and mistakes of barriers go unnoticed.
     """
-    few = (with_rings(plan, stages) for stages in range(TILES_AT_ONCE, MAX_STAGES))
-    return next((made for made in few if not check_plan(made).findings), plan)
+    device = Device(plan)
+    at_once = (device.held(op.name) + len(vectors(op)) for op in device.ops[0])
+    made = with_rings(plan, max(TILES_AT_ONCE + 1, *at_once))
+    return plan if check_plan(made).findings else made
 
 
 def score(
@@ -172,13 +179,14 @@ def score(
     processes: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Verdict, ...]:
-    """What becomes of every mutant of the plan's kernel, with the smallest rings, under ``seeds``.
+    """What becomes of every mutant of the plan's kernel, with small rings, under ``seeds``.
 
     ``manifest`` is the compiler's, for a few blocks. ``progress`` is told how many of how many are judged. Raises MK362 without
     addr2line.
     """
-    plan = smallest_rings(plan)
-    made = MutableSubject(Subject(dict(manifest), emit(plan)), tuple(seeds))
+    plan = small_rings(plan)
+    order = sorted(seeds, key=lambda seed: policy_of(seed) is not Policy.LATE_COPIES)  # shows most, in half the steps of a slow loader
+    made = MutableSubject(Subject(dict(manifest), emit(plan)), tuple(order))
     judge = made()
     records, steps = judge.points()
     assert judge.program.emulator is not None
