@@ -54,7 +54,7 @@ def kernel_part(case: str, seeds: int, processes: int) -> dict[str, Any]:
         "blocks": EMULATED_BLOCKS,
         "seeds": seeds,
         **score.counts(),
-        "noticed": {r.name: r.killed_by for r in score.rows if r.killed_by},
+        "noticed": [[r.name, r.killed_by] for r in score.rows if r.killed_by],
     }
 
 
