@@ -52,7 +52,7 @@ class Score:
         return [row.name for row in self.rows if not row.killed_by and not row.argument]
 
     def counts(self) -> dict[str, object]:
-        """total, killed, equivalent, by_checker, by_detector, by_deadlock, by_result, survivors, and arguments: pairs of a mutant and why it is none."""
+        """total, killed, equivalent, by_checker, by_detector, by_deadlock, by_result, survivors, arguments: [mutant, why it is none]."""
         equivalent = [row for row in self.rows if not row.killed_by and row.argument]
         noticed = {f"by_{who}": sum(row.killed_by == who for row in self.rows) for who in NOTICED_BY}
         counts: dict[str, object] = {"total": len(self.rows), "killed": sum(noticed.values()), "equivalent": len(equivalent)}
