@@ -55,6 +55,8 @@ def base(kind: str = "default") -> Plan:
             return plan(f"{SPECS / 'shapes.py'}:flat", lambda s: s["embed"].sync(mk.Flag(2)), fields=FIELDS, blocks=132)
         case "smollm2":
             return plan("smollm2-135m")
+        case "one block":
+            return plan("smollm2-135m", blocks=1)
         case "wide":
             return plan("llama-tiny", tokens=16, blocks=5)
         case "chunked":
@@ -214,8 +216,8 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         ("'staged'", "writes staged: matrix", "reads staged: publish"),
     ),
     "published by all what one warp has": ("default", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
-    "nobody told that it is published": (
-        "default",
+    "nobody told that it is published": (  # a value of more units than a warp has threads, for all warps to keep
+        "one block",
         unmet("publish", "done"),
         "MK510",
         ("writes staged: matrix", "reads staged: keep"),
