@@ -55,18 +55,18 @@ def base(kind: str = "default") -> Plan:
             return plan(f"{SPECS / 'shapes.py'}:flat", lambda s: s["embed"].sync(mk.Flag(2)), fields=FIELDS, blocks=132)
         case "smollm2":
             return plan("smollm2-135m")
-        case "one block":
-            return plan("smollm2-135m", blocks=1)
         case "wide":
             return plan("llama-tiny", tokens=16, blocks=5)
         case "chunked":
             return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=1) and None, tokens=16)
-    return split_base(kind) or plan("llama-tiny", blocks=5)
+    return other_base(kind) or plan("llama-tiny", blocks=5)
 
 
-def split_base(kind: str) -> Plan | None:
-    """Those of them with split columns."""
+def other_base(kind: str) -> Plan | None:
+    """Those of them with split columns, or on one block."""
     match kind:
+        case "one block":
+            return plan("smollm2-135m", blocks=1)
         case "split":
             return plan("llama-tiny", split_sentinels, 2, blocks=7, fields={**PIECES, "num_hidden_layers": 5})
         case "split, flag":

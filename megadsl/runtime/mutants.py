@@ -15,14 +15,13 @@ from megadsl.check.model import Device
 from megadsl.check.ring import TILES_AT_ONCE
 from megadsl.diagnostics import MegadslError
 from megadsl.emit import emit
-from megadsl.emulate.abi import PointRecord, Policy
+from megadsl.emulate.abi import Point, PointRecord, Policy
 from megadsl.emulate.equivalent import Facts, argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
 from megadsl.emulate.pool import spread
 from megadsl.ir.plan import Plan
 from megadsl.lower.operands import vectors
-from megadsl.lower.shape import ident
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
@@ -32,18 +31,6 @@ ARGUED_LAUNCHES = 2  # an empty cache, and one of several chunks
 PATIENCE = 6  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
 
 DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
-
-
-@dataclass(frozen=True)
-class WordMutant:
-    """A word of Shape with another value: fewer slots than the exchange's protocol needs."""
-
-    what: str
-    index: int
-    value: int
-
-    def __str__(self) -> str:
-        return self.what
 
 
 @dataclass(frozen=True)
@@ -106,25 +93,20 @@ class Judge:
         self.program.record_points = False
         return list(found.values()), steps
 
-    def judge(self, mutant: Mutant | WordMutant, argument: str = "") -> Verdict:
+    def judge(self, mutant: Mutant, argument: str = "") -> Verdict:
         """Run the mutant under each seed until something notices it. Where ``argument`` says why nothing should, two launches under
         the first seed put that to the test."""
-        manifest = self.subject.manifest
-        if isinstance(mutant, Mutant):
-            self.program.mutant = mutant
-        else:
-            shape = [mutant.value if i == mutant.index else word for i, word in enumerate(manifest["shape"])]
-            self.program.manifest = {**manifest, "shape": shape}
-        self.changes = 0 if isinstance(mutant, Mutant) else 1
+        self.program.mutant = mutant
+        self.changes = 0
         try:
             for seed in self.seeds[:1] if argument else self.seeds:
                 killed_by, evidence = self._run(seed, ARGUED_LAUNCHES if argument else None)
                 if killed_by:
                     return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))
-                if self.changes == 0:
-                    break
+                if self.changes == 0 and mutant.place.kind is Point.INIT:
+                    break  # every schedule initialises alike; other points may be passed in the next one
         finally:
-            self.program.mutant, self.program.manifest = None, manifest
+            self.program.mutant = None
         return Verdict(str(mutant), "", None, "", argument, self.changes)
 
     def _run(self, seed: int, launches: int | None) -> tuple[str, str]:
@@ -144,20 +126,6 @@ class Judge:
         except MegadslError as fault:
             return DETECTOR, str(fault).splitlines()[0]
         return "", ""
-
-
-def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
-    """Each exchange of sentinels with half its slots, and with half of those. What the other kinds need is the checker's to say."""
-    sentinels = {f"{ident(e.name)}_exchange" for e in plan.exchanges if e.wire == "Sentinel"}
-    found: list[WordMutant] = []
-    at = 0
-    for record in plan.shape:
-        if record.type == "mk::ExchangeShape" and record.name in sentinels:
-            slots = record.words[2]
-            while (slots := slots // 2) > 0:
-                found.append(WordMutant(f"{slots} slots instead of {record.words[2]}: {record.name}", at + 2, slots))
-        at += len(record.words)
-    return tuple(found)
 
 
 def small_rings(plan: Plan) -> Plan:
@@ -192,13 +160,12 @@ def score(
     assert judge.program.emulator is not None
     found = places(records, judge.program.emulator.path, made.subject.source, include())
     facts = Facts(plan, found, include())
-    todo: list[tuple[Mutant | WordMutant, str]] = [(mutant, argument_for(mutant, facts)) for mutant in mutants(found, steps * PATIENCE)]
-    todo += [(mutant, "") for mutant in fewer_slots(plan)]
+    todo = [(mutant, argument_for(mutant, facts)) for mutant in mutants(found, steps * PATIENCE)]
     factory = made if processes > 1 else lambda: judge  # one process need not make another
     report = None if progress is None else lambda done: progress(done, len(todo))
     verdicts = spread(factory, _judge, todo, processes, report)
     return tuple(verdict for verdict in verdicts if verdict.possible)
 
 
-def _judge(judge: Judge, item: tuple[Mutant | WordMutant, str]) -> Verdict:
+def _judge(judge: Judge, item: tuple[Mutant, str]) -> Verdict:
     return judge.judge(*item)
