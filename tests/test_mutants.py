@@ -119,7 +119,8 @@ def test_half_of_one_arrival_is_no_mutant(judge: Judge, found: tuple[Place, ...]
     assert possible == {"ptx::mbar_init(full + i, 1);": False, "ptx::mbar_init(empty + i, consumer_warps);": True}
 
 
-def test_without_a_mutant_nothing_is_noticed(judge: Judge, found: tuple[Place, ...]) -> None:
+def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, judge: Judge, found: tuple[Place, ...]) -> None:
+    monkeypatch.setattr(judge, "seeds", (1,))
     nowhere = Mutant(Place(Point.WAIT, "", "", "", found[0].frames, "", ()), CHANGES[Point.WAIT][0])
     verdict = judge.judge(nowhere)
     assert not verdict.killed_by and not verdict.possible
