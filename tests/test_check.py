@@ -160,7 +160,7 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
 
 def test_split_of_cached_rows() -> None:
     assert [attention_unit(3, u, 0)[1:3] for u in range(3)] == [(0, 0)] * 3
-    assert [attention_unit(3, u, 17) for u in range(3, 6)] == [(1, 0, 0, False), (1, 0, 1, False), (1, 1, 2, True)]
+    assert [attention_unit(3, u, 17) for u in range(3, 6)] == [(1, 0, 1, False), (1, 1, 1, False), (1, 1, 2, True)]
 
 
 def test_rounds_are_integers_over_names() -> None:

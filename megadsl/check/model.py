@@ -159,7 +159,8 @@ def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, 
     """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
     head, split = divmod(unit, splits)
     chunks = ceil_div(kv_len, CHUNK_ROWS)
-    return head, chunks * split // splits, chunks * (split + 1) // splits, split + 1 == splits
+    last, fresh = max(chunks, 1) - 1, split + 1 == splits
+    return head, min((chunks + 1) * split // splits, last), chunks if fresh else min((chunks + 1) * (split + 1) // splits, last), fresh
 
 
 def evaluate(expression: str, names: dict[str, int]) -> int:

@@ -411,7 +411,7 @@ def _tape_entries(device: Device, program: Program) -> int:
 
 def _entries(device: Device, block: int, step: Step) -> int:
     if step.instr.call != "load_matrix":
-        return 1
+        return int(step.instr.call != "join_launch")
     m = device.matrix(step.instr.op)
     own = [last - first for _, first, last in device.parts(step.instr.op)[block]]
     return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, m.pass_groups) * m.chunks for n in own)

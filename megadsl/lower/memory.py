@@ -263,7 +263,7 @@ def _rings(
     """Rings the user sized come first; one ring may be left open and takes all the rest."""
     at = round_up(used, 128)
     sized = {role: ring for role, ring in schedule.rings if ring.stages}
-    left = machine.smem_per_block - at - sum(r.stages * r.stage_bytes for r in sized.values())
+    left = machine.smem_for(schedule.resident) - at - sum(r.stages * r.stage_bytes for r in sized.values())
     open_rings = [(role, ring) for role, ring in schedule.rings if not ring.stages]
     rings: list[tuple[str, Ring]] = []
     placed = list(areas)
@@ -273,15 +273,15 @@ def _rings(
         placed.append(Area(f"ring.{role}", at, stages * ring.stage_bytes))
         at += stages * ring.stage_bytes
     short = any(r.stages < MIN_STAGES for role, r in rings if role not in sized)
-    if at > machine.smem_per_block or short:
+    if at > machine.smem_for(schedule.resident) or short:
         need = at + (MIN_STAGES * max(r.stage_bytes for _, r in rings) if short else 0)
         ring_bytes = sum(r.stages * r.stage_bytes for r in sized.values())
         stage = max(r.stage_bytes for _, r in rings)
-        room = max(0, machine.smem_per_block - (at - ring_bytes))
+        room = max(0, machine.smem_for(schedule.resident) - (at - ring_bytes))
         fit, smaller = room // stage, room // MIN_STAGES // STAGE_UNIT * STAGE_UNIT
         how = f"at most {fit} ring stages" if fit >= MIN_STAGES else f"stages of at most {smaller} bytes"
         table = "\n".join(f"    {a.name:<24} {a.bytes:>8} bytes{' (overlay)' if a.overlay else ''}" for a in placed)
-        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_per_block, how=how)
+        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_for(schedule.resident), how=how)
     return tuple(rings), placed, at
 
 

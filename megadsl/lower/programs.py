@@ -73,7 +73,7 @@ class Builder:
         return self.full[key]
 
     def held(self, op: Op) -> int:
-        """Tiles that the consumers take before the op's input is there."""
+        """Tiles (of an attention: chunks of each warp) that the consumers take before the op's input is there."""
         return self.schedule.op(op.name).prefetch.registers or 0
 
     def copies(self, op: Linear) -> bool:
@@ -153,6 +153,8 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     site = builder.site(role, op.name, "ring.empty", "parity of the slot's round before", op.span)
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
+        if builder.schedule.scope == "op":
+            yield _join(op)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -164,7 +166,24 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
+_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
+
+
+def _join(op: Op) -> Instr:
+    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
+    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
+
+
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
+    for phase in _own_phases(builder, op, role):
+        if builder.schedule.scope == "op":
+            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
+            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
+        else:
+            yield phase
+
+
+def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     match op:
         case Embed():
             yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
@@ -247,6 +266,8 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
 def _follower(builder: Builder, op: Attention) -> Linear | None:
     """The linear that begins before the splits of ``op`` are added: no other stage of its ring comes between, and it copies no
     vectors, for which the block would have to meet first."""
+    if builder.schedule.scope == "op":
+        return None
     after = builder.position(op.name) + 1
     found = builder.graph.ops[after] if after < len(builder.graph.ops) else None
     return found if isinstance(found, Linear) and found.loop == op.loop and not vectors(found) else None
@@ -427,6 +448,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "holds": builder.held(op) > 0,
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 

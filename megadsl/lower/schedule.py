@@ -197,6 +197,9 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, override
     asked = overrides or Overrides(schedule.arch, ())
     _check_roles(schedule, graph, asked)
     with collecting() as found:
+        if schedule.scope == "op" and "dependent_launch" not in machine.features:
+            where, feature = asked.said(graph.span, "scope"), "dependent_launch"
+            found.add(LACKS, where, what="one op a launch", feature=feature, arch=machine.arch, having=_having(feature))
         _check_warps(schedule, machine, graph, asked, found)
         _check_rings(graph, schedule, machine, asked, found)
         _check_edges(schedule, graph, asked, found)

@@ -153,12 +153,12 @@ struct Tape {
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
-    trace_begin(cx);
+    trace_copy(cx);
     wait(cx, e.site, 0, cx.layer + 1, [&](u32& observed) {
       observed = ptx::ld_shared_volatile(gate);
       return observed >= cx.layer + 1;  // where nothing is loaded for the op, the consumers may be layers ahead
     });
-    trace_waited(cx, Event::kGate, e.site);
+    trace_gate(cx, e.site);
   }
 };
 
