@@ -7,9 +7,9 @@ their barriers against Instr.syncs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TypeAlias
 
 from megadsl.check.model import Device, Matrix, Step
@@ -152,7 +152,7 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        turns = count()
+        turns = itertools.count()
         for part, begin, end in self.device.parts(step.instr.op)[self.block]:
             own = end - begin
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)
