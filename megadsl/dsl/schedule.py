@@ -175,7 +175,8 @@ class OpHandle:
         """Where this op's weights go before they are needed. Bit-identical.
 
         smem: "ring" takes them as early as the ring has room, None only once the op has begun. registers: tiles of a
-        linear that the consumers take from the ring before they wait for its input, None as many as the compiler thinks good.
+        linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
+        its input, None as many as the compiler thinks good.
         l2: bytes of each block's share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint:
         evict_first, evict_normal, evict_last.
         """

@@ -13,7 +13,7 @@ from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.launches import launches
-from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
@@ -50,6 +50,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "tiling": tiling,
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
+        "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
+        "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
@@ -60,6 +62,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "poll_type": _poll_type,
         "hints": lambda program: _hints(program.body),
         "launches": launches(plan),
         "phase_hints": lambda phase: _hints((phase,)),
@@ -87,6 +90,17 @@ def _helpers(plan: Plan) -> dict[str, Any]:
 
 def _camel(name: str) -> str:
     return "".join(word.capitalize() for word in ident(name).split("_"))
+
+
+def _poll_type(instr: Instr) -> str:
+    args = instr.args
+    if args["dense"]:
+        return f"mk::DensePoll<{args['units']}, {_bool(args['even'])}>"
+    return f"mk::Poll<{args['units']}, {args['extras']}, {_bool(args.get('whole', False))}>"
+
+
+def _bool(value: object) -> str:
+    return "true" if value else "false"
 
 
 def _unknown(instr: Instr) -> str:
