@@ -115,7 +115,8 @@ class Stream:
 
     def _keep(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
-        yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False))[:1]
+        solo = self._share(value) * self.device.tokens <= WARP_THREADS  # a thread a unit
+        yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False, solo))[:1]
         yield from self._kept(step, value, True)
 
     def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
