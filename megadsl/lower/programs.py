@@ -53,17 +53,12 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
         each = max(1, ceil_div(units, threads))
-        most = MAX_DENSE_UNITS if dense else MAX_UNITS
-        at_once = ceil_div(each, ceil_div(each, most))
+        at_once = ceil_div(each, ceil_div(each, MAX_DENSE_UNITS if dense else MAX_UNITS))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
-        return {
-            "units": at_once,
-            "extras": max(1, ceil_div(extras, threads * rounds)),
-            "dense": dense,
-            "even": units % (threads * at_once) == 0,
-        }
+        even = units == rounds * threads * at_once
+        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds)), "dense": dense, "even": even}
 
     def site_of(self, role: str, op: Op, arg: str = "") -> int:
         """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
