@@ -241,19 +241,33 @@ struct GatherItems {
   }
 };
 
+// What a gather's threads do while their first polls are under way: nothing.
+struct Idle {
+  static constexpr bool kIdle = true;
+  MK_DEV void operator()() const {}
+};
+// Or `work()`, of a gather of one round: what comes of it then has a value on every path.
+template <class Work>
+struct Meanwhile {
+  static constexpr bool kIdle = false;
+  Work work;
+  MK_DEV void operator()() const { work(); }
+};
+template <class Work>
+Meanwhile(Work) -> Meanwhile<Work>;
+
 // Gathers units. Each thread works from the destination: it knows where its units lie and where they go before they arrive,
 // so that after the wait only the stores are left. All of a thread's vectors are polled together, P::kUnits units and (where
 // tags push out last elements) P::kExtras extra vectors at a time.
 //   unit(range, group in the range, token, bits)   a unit, without its last element unless the wire carries whole units
 //   last(range, group in the range, token, bits)   gives a function that stores the last element of a unit; called if it is wanted
-template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last>
+template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last, class Beside = Idle>
 MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
-                         u32 threads, Unit unit, Last last) {
+                         u32 threads, Unit unit, Last last, Beside beside = {}) {
   using Items = GatherItems<Wire, kTokens, P::kWhole, kRanges>;
   constexpr u32 kPolls = P::kUnits + (Wire::kWholeUnits ? 0 : P::kExtras);
   const Items items(cx, e, wanted);
-#pragma unroll 1
-  for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
+  const auto poll = [&](u32 step) {
     const auto item = [&](u32 i) { return (i < P::kUnits ? step * P::kUnits + i : step * P::kExtras + i - P::kUnits) * threads + thread; };
     u32 at[kPolls], pending = 0;
     typename Items::Extra extra[P::kExtras];
@@ -264,6 +278,15 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
+    if (!Beside::kIdle) {
+#pragma unroll
+      for (u32 i = 0; i < kPolls && !Wire::kFlagged; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + at[i]);
+      beside();
+#pragma unroll
+      for (u32 i = 0; i < kPolls && !Wire::kFlagged; ++i)
+        if ((pending >> i & 1) && Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+    }
     wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
@@ -290,6 +313,12 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (i < P::kUnits) items.deliver_unit(item(i), v[i], unit);
       else items.deliver_extra(extra[i - P::kUnits], v[i], last);
     }
+  };
+  if constexpr (Beside::kIdle) {
+#pragma unroll 1
+    for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) poll(step);
+  } else {
+    poll(0);
   }
 }
 

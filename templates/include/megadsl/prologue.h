@@ -35,9 +35,9 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
 
 // Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(group,
 // token, bits)` and `last(group, token, bits)` are for what has arrived, see gather_units.
-template <class Wire, class P, class B, class Unit, class Last>
+template <class Wire, class P, class B, class Unit, class Last, class Beside>
 MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                          smem_ptr<char> into, Unit unit, Last last) {
+                          smem_ptr<char> into, Unit unit, Last last, Beside beside) {
   constexpr u32 kTokens = B::kTokens;
   const Groups wanted = groups_of(begin, features);
   const u32 filled = wanted.count * kGroupRows;
@@ -48,13 +48,13 @@ MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 
   gather_units<Wire, kTokens, P, 1>(
       block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
       [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
-      [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
+      [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); }, beside);
 }
 
 // Gathers features of a value as they are.
-template <class Wire, class P, class B>
+template <class Wire, class P, class B, class Beside = Idle>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                         smem_ptr<char> into) {
+                         smem_ptr<char> into, Beside beside = {}) {
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_groups<Wire, P>(
@@ -71,7 +71,8 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
       },
       [&](u32 group, u32 token, u16 bits) {
         return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); };
-      });
+      },
+      beside);
 }
 
 // Copies a vector out of the ring, for tiles behind it to be taken before it is read. Needs a sync() before reads.
@@ -132,9 +133,9 @@ struct RowParts {
 // beside it, in the order of `places` ([0] is where the operand goes). The row reductions' terms of an element, `terms(x, of)`,
 // are added to `rows`, but for last elements that travel apart: those lie in `lasts` as they came, see add_lasts. The operand is
 // not normalised yet. That is safe: bf16 has the range of fp32, so that it overflows only where the norm's own squares did long before.
-template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, class Terms, class Apply>
+template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, class Terms, class Apply, class Beside = Idle>
 MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                           const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply) {
+                           const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply, Beside beside = {}) {
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32, kInUnit = Wire::kWholeUnits ? 8 : 7;
   const auto place = [&](u32 group, u32 token) { return places[0].template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_groups<Wire, P>(
@@ -177,7 +178,8 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), out);
           ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
         };
-      });
+      },
+      beside);
 }
 
 // Adds the last elements that gather_operand has left to the thread's parts, behind a sync().
