@@ -161,7 +161,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>>(
+      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>, true>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
     }
@@ -205,7 +205,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const smem_ptr<char> vector_post_attention_layernorm = block.at<char>(s.gate_up_proj_post_attention_layernorm_copy);  // post_attention_layernorm
       mk::copy_vector(block, read_loader, 18, u32(s.gate_up_proj_post_attention_layernorm.bytes), vector_post_attention_layernorm);
       block.sync();
-      mk::hold_tiles(block, read_loader, 19, s.gate_up_proj, gate_up_proj_held);
+      // tiles are taken while the first polls are under way
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
       const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
       const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
@@ -220,7 +220,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             const smem_ptr<char> places[] = {activations, vector_post_attention_layernorm};
             mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
                 block, 20, s.o_proj_exchange, epoch * layers + layer, begin,
-                u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // o_proj
+                u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; }, mk::Meanwhile{[&] { mk::hold_tiles(block, read_loader, 19, s.gate_up_proj, gate_up_proj_held); }});  // o_proj
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
@@ -272,7 +272,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     const smem_ptr<char> vector_norm = block.at<char>(s.lm_head_norm_copy);  // norm
     mk::copy_vector(block, read_loader, 25, u32(s.lm_head_norm.bytes), vector_norm);
     block.sync();
-    mk::hold_tiles(block, read_loader, 26, s.lm_head, lm_head_held);
+    // tiles are taken while the first polls are under way
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
     const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
@@ -288,7 +288,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           const smem_ptr<char> places[] = {activations, vector_norm};
           mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
               block, 27, s.x_exchange, epoch * (layers + 1) + layers, begin,
-              u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
+              u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; }, mk::Meanwhile{[&] { mk::hold_tiles(block, read_loader, 26, s.lm_head, lm_head_held); }});  // x
         },
         [&](u32 group, u32 pair, u32 token, float even, float odd) {
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
