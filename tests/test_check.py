@@ -120,7 +120,7 @@ def test_more_layers_show_nothing_new() -> None:
 
 
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
-    "run_tiles": ("linear.h", 4, "matrix"),
+    "run_tiles": ("linear.h", 3, "matrix"),
     "add_parts": ("parts.h", 1, "add_parts"),
     "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),

@@ -64,7 +64,8 @@ def _frees_stages(op: Attention, tokens: int, schedule: Schedule) -> bool:
 def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
     """Registers that a thread has beyond ``needed``."""
     threads = sum(r.warps for r in schedule.roles) * WARP_THREADS
-    return min(machine.registers_per_thread, machine.registers_per_sm // threads // REGISTER_UNIT * REGISTER_UNIT) - needed
+    most = machine.registers_per_sm // (threads * schedule.resident) // REGISTER_UNIT * REGISTER_UNIT
+    return min(machine.registers_per_thread, most) - needed
 
 
 def _splits_a_pair(op: Linear, tiles: int) -> bool:

@@ -165,12 +165,38 @@ struct Poll {
   static constexpr u32 kUnits = kUnits_;
   static constexpr u32 kExtras = kExtras_;
   static constexpr bool kWhole = kWhole_;
+  static constexpr bool kDense = false;
+};
+
+// The same where units travel whole and all blocks own equally many of them: a unit's place then follows from its number, whoever owns
+// it. kEven: all threads have kUnits units in every round. kSpread: blocks take a thread's units in different orders. All blocks gather
+// at the same time, and what they all want at once comes from one place in L2.
+template <u32 kUnits_, bool kEven_, bool kSpread_ = (kUnits_ > 2)>
+struct DensePoll {
+  static constexpr u32 kUnits = kUnits_;
+  static constexpr u32 kExtras = 1;
+  static constexpr bool kWhole = false;  // no block has nothing to send
+  static constexpr bool kDense = true;
+  static constexpr bool kEven = kEven_;
+  static constexpr bool kSpread = kSpread_;
+};
+
+// One of the items, kTokens to a group, that are dealt out to `threads` threads in turn; `before` of them, a multiple of the threads,
+// come before the threads' turn. Where a thread's items are all of one token, the compiler sees constant steps.
+template <u32 kTokens>
+struct Dealt {
+  u32 item, group, token;
+  MK_DEV Dealt(u32 before, u32 thread, u32 threads) : item(before + thread) {
+    const bool steady = threads % kTokens == 0;
+    group = steady ? before / kTokens + thread / kTokens : item / kTokens;
+    token = steady ? thread % kTokens : item % kTokens;
+  }
 };
 
 // The items of a gather, numbered so that threads can share them: units, blocks asked for their presence alone, and extra
 // vectors. kWhole: the one range is the whole value; blocks that own nothing of it are waited for as well, so that a block
 // which has gathered knows that every other block has come this far.
-template <class Wire, u32 kTokens, bool kWhole, u32 kRanges>
+template <class Wire, u32 kTokens, class P, u32 kRanges>
 struct GatherItems {
   using W = Wanted<kRanges>;
   static constexpr u32 kNone = ~0u;  // no vector
@@ -182,18 +208,19 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        silent(P::kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
 
   MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
 
-  MK_DEV u32 locate_unit(u32 item) const {
-    if (item >= units + silent) return kNone;
-    if (item >= units) return (item - units) * u32(e.vectors);
-    u32 group = item / kTokens;
+  MK_DEV u32 locate_unit(Dealt<kTokens> d) const {
+    if (d.item >= units + silent) return kNone;
+    if (d.item >= units) return (d.item - units) * u32(e.vectors);
+    u32 group = d.group;
     group += W::pick(wanted.ranges, W::find(wanted.ranges, group)).first;
+    if (P::kDense) return group * kTokens + d.token;
     const u32 block = owner_of(cx, e, group);
-    return block * u32(e.vectors) + (group - share_of(block)) * kTokens + item % kTokens;
+    return block * u32(e.vectors) + (group - share_of(block)) * kTokens + d.token;
   }
   // An extra vector: where it lies, the unit in its range that its first element belongs to (it may wrap below 0), the range's
   // last unit, and a bit for each element that is wanted. All of that before the wait, for it takes divisions.
@@ -218,11 +245,11 @@ struct GatherItems {
     return found;
   }
   template <class Unit>
-  MK_DEV void deliver_unit(u32 item, u32x4 v, Unit unit) const {
-    if (item >= units) return;
-    u32 group = item / kTokens;
+  MK_DEV void deliver_unit(Dealt<kTokens> d, u32x4 v, Unit unit) const {
+    if (d.item >= units) return;
+    u32 group = d.group;
     const u32 range = W::find(wanted.ranges, group);
-    unit(range, group, item % kTokens, v);
+    unit(range, group, d.token, v);
   }
   template <class Last>
   MK_DEV void deliver_extra(const Extra& extra, u32x4 v, Last last) const {
@@ -241,52 +268,29 @@ struct GatherItems {
   }
 };
 
-// What a gather's threads do while their first polls are under way: nothing.
-struct Idle {
-  static constexpr bool kIdle = true;
-  MK_DEV void operator()() const {}
-};
-// Or `work()`, of a gather of one round: what comes of it then has a value on every path.
-template <class Work>
-struct Meanwhile {
-  static constexpr bool kIdle = false;
-  Work work;
-  MK_DEV void operator()() const { work(); }
-};
-template <class Work>
-Meanwhile(Work) -> Meanwhile<Work>;
-
 // Gathers units. Each thread works from the destination: it knows where its units lie and where they go before they arrive,
 // so that after the wait only the stores are left. All of a thread's vectors are polled together, P::kUnits units and (where
 // tags push out last elements) P::kExtras extra vectors at a time.
 //   unit(range, group in the range, token, bits)   a unit, without its last element unless the wire carries whole units
 //   last(range, group in the range, token, bits)   gives a function that stores the last element of a unit; called if it is wanted
-template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last, class Beside = Idle>
+template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last>
 MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
-                         u32 threads, Unit unit, Last last, Beside beside = {}) {
-  using Items = GatherItems<Wire, kTokens, P::kWhole, kRanges>;
+                         u32 threads, Unit unit, Last last) {
+  using Items = GatherItems<Wire, kTokens, P, kRanges>;
   constexpr u32 kPolls = P::kUnits + (Wire::kWholeUnits ? 0 : P::kExtras);
   const Items items(cx, e, wanted);
-  const auto poll = [&](u32 step) {
-    const auto item = [&](u32 i) { return (i < P::kUnits ? step * P::kUnits + i : step * P::kExtras + i - P::kUnits) * threads + thread; };
+#pragma unroll 1
+  for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
+    const auto unit_item = [&](u32 i) { return Dealt<kTokens>((step * P::kUnits + i) * threads, thread, threads); };
     u32 at[kPolls], pending = 0;
     typename Items::Extra extra[P::kExtras];
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      if (i >= P::kUnits) extra[i - P::kUnits] = items.locate_extra(item(i));
-      at[i] = i < P::kUnits ? items.locate_unit(item(i)) : extra[i - P::kUnits].at;
+      if (i >= P::kUnits) extra[i - P::kUnits] = items.locate_extra((step * P::kExtras + i - P::kUnits) * threads + thread);
+      at[i] = i < P::kUnits ? items.locate_unit(unit_item(i)) : extra[i - P::kUnits].at;
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    if (!Beside::kIdle) {
-#pragma unroll
-      for (u32 i = 0; i < kPolls && !Wire::kFlagged; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + at[i]);
-      beside();
-#pragma unroll
-      for (u32 i = 0; i < kPolls && !Wire::kFlagged; ++i)
-        if ((pending >> i & 1) && Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
-    }
     wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
@@ -310,13 +314,71 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
     });
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      if (i < P::kUnits) items.deliver_unit(item(i), v[i], unit);
+      if (i < P::kUnits) items.deliver_unit(unit_item(i), v[i], unit);
       else items.deliver_extra(extra[i - P::kUnits], v[i], last);
     }
+  }
+}
+
+// What a gather's threads do while their first polls are under way: nothing.
+struct Idle {
+  static constexpr bool kIdle = true;
+  MK_DEV void operator()() const {}
+};
+// Or `work()`, in a gather of one round: what comes of it then has a value on every path.
+template <class Work>
+struct Meanwhile {
+  static constexpr bool kIdle = false;
+  Work work;
+  MK_DEV void operator()() const { work(); }
+};
+template <class Work>
+Meanwhile(Work) -> Meanwhile<Work>;
+
+// gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
+template <class Wire, u32 kTokens, class P, class Unit, class Beside>
+MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit, Beside beside) {
+  static_assert(P::kDense && Wire::kWholeUnits && !Wire::kFlagged, "units that are their own flags");
+  const u32 units = wanted.count * kTokens, size = P::kUnits * threads, steps = ceil_div(units, size);
+  const u32 first_step = P::kSpread ? cx.block / P::kUnits & (steps - 1) : 0, first = P::kSpread ? cx.block % P::kUnits * threads : 0;
+  const auto poll = [&](u32 step) {
+    const u32 turn = step + first_step, begin = (turn < steps ? turn : turn - steps) * size;
+    const auto before = [&](u32 i) {  // each of them once, from `first` on
+      return (P::kUnits & (P::kUnits - 1)) == 0 ? i * threads ^ first : min_u32(i * threads + first, i * threads + first - size);
+    };
+    const u32x4* from = round.vectors + (wanted.first * kTokens + begin + thread);
+    u32 pending = (1u << P::kUnits) - 1;
+#pragma unroll
+    for (u32 i = 0; i < P::kUnits; ++i)
+      if (!P::kEven && begin + before(i) + thread >= units) pending &= ~(1u << i);
+    u32x4 v[P::kUnits] = {};
+    if constexpr (!Beside::kIdle) {
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
+      beside();
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+    }
+    wait<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+      observed = Wire::tag(v[0]);
+      if (ptx::polls_fewer()) pending &= pending - 1;
+      return pending == 0;
+    });
+#pragma unroll
+    for (u32 i = 0; i < P::kUnits; ++i)
+      if (P::kEven || begin + before(i) + thread < units) unit(begin + before(i), v[i]);
   };
   if constexpr (Beside::kIdle) {
 #pragma unroll 1
-    for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) poll(step);
+    for (u32 step = 0; step < steps; ++step) poll(step);
   } else {
     poll(0);
   }
