@@ -58,8 +58,13 @@ class Builder:
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
-        even = units == rounds * threads * at_once
-        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds)), "dense": dense, "even": even}
+        return {
+            "units": at_once,
+            "extras": max(1, ceil_div(extras, threads * rounds)),
+            "dense": dense,
+            "even": units == rounds * threads * at_once,
+            "rounds": rounds,
+        }
 
     def site_of(self, role: str, op: Op, arg: str = "") -> int:
         """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
@@ -289,8 +294,18 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
-    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role}
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
+
+
+def _takes_beside(builder: Builder, op: Linear) -> bool:
+    """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
+    values = prologue_values(op)
+    if not builder.held(op) or len(values) != 1:
+        return False
+    polls = _polls(builder, op, values[0][1])
+    return bool(polls["dense"]) and polls["rounds"] == 1
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -369,11 +384,21 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
 
 def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     buffers = ("activations", "second")
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
-        whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(_at_once(builder, op, ref), whole)
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
+        polls = _polls(builder, op, ref)
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=_whole(builder, op, ref), **polls, **hold)
+
+
+def _whole(builder: Builder, op: Linear, ref: ValueRef) -> bool:
+    """Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers."""
+    features = builder.graph.value(ref.value).features
+    return ref.begin == 0 and ref.features == features and builder.chunks[op.name] == tiling(op).pieces
+
+
+def _polls(builder: Builder, op: Linear, ref: ValueRef) -> dict[str, int]:
+    return builder.polls(_at_once(builder, op, ref), _whole(builder, op, ref))
 
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
