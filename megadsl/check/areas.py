@@ -136,7 +136,8 @@ class Stream:
 
     def _copies(self, step: Step) -> Iterator[Event]:
         """Reads of all vectors that the op has copied."""
-        args = [arg for arg, _ in vectors(self.device.op(step.instr.op))] if self.device.held(step.instr.op) else []
+        op = step.instr.op
+        args = [arg for arg, _ in vectors(self.device.op(op))] if self.device.held(op) and not self.device.direct(op) else []
         yield from (self._copy(step, arg, False) for arg in args)
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
@@ -160,10 +161,12 @@ class Stream:
                             yield from self._meet(step.instr, "refill")
                         yield from self._prologue(step, m, chunk)
                         yield from self._meet(step.instr, "gathered")
-                        yield from self._lasts(step, m, False)
+                        if not step.instr.args["direct"]:
+                            yield from self._lasts(step, m, False)
                         yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
                     if own:
-                        yield self._activations(step, m, chunk, 0, False)
+                        if not step.instr.args["direct"]:
+                            yield self._activations(step, m, chunk, 0, False)
                         own_sums = chunk > part * m.chunks  # each thread adds to its own
                         yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
                 yield from self._meet(step.instr, "partials")
@@ -209,7 +212,7 @@ class Stream:
         operands = [0]
         for inner in step.instr.body:
             at = Step(inner, step.layer, step.names)
-            if inner.call == "gather":
+            if inner.call == "gather" and inner.args["into"] != "registers":
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)

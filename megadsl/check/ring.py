@@ -153,8 +153,8 @@ class Block:
                     yield from self._vectors(step)
                     for run in self.tiles(op, loader=False)[self.held_runs(op) :]:
                         yield Take(ring, Fill((op, layer, run), run[1], step), TILES_AT_ONCE)
-                case "copy_vector":
-                    yield Take(str(step.instr.args["ring"]), Fill((str(step.instr.args["record"]), layer), 1, step), 1)
+                case "copy_vector" | "hold_vector":
+                    yield Take(str(step.instr.args["ring"]), Fill((f"{op}.{step.instr.args['arg']}", layer), 1, step), 1)
                 case "hold_tiles":
                     for begin, count in self.tiles(op, loader=False)[:1]:
                         held = min(count, int(str(step.instr.args["tiles"])))

@@ -50,6 +50,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
+        "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,

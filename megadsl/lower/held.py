@@ -11,7 +11,8 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_part_groups
+from megadsl.lower.direct import is_direct
+from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
 from megadsl.lower.tiling import PANEL, tiling
@@ -21,6 +22,7 @@ from megadsl.types import ceil_div
 NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
 
 KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
+DIRECT_REGISTERS = 128  # the same for ops whose input arrives in registers
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
 REGISTER_UNIT = 8  # registers are given to a thread in eights
@@ -52,26 +54,32 @@ def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
     return min(machine.registers_per_thread, machine.registers_per_sm // threads // REGISTER_UNIT * REGISTER_UNIT) - needed
 
 
-def _splits_a_pair(op: Linear, tiles: int) -> bool:
-    """A group that is held in part goes on from the ring at a pair of tiles: else sums would be added up in another order."""
-    return tiles % tiling(op).pieces % TILES_AT_ONCE != 0
+def _splits(schedule: Schedule, op: Linear, tiles: int) -> bool:
+    """A group that is held in part goes on from the ring at a pair of tiles: else sums would be added up in another order. Where the
+    input arrives in registers, groups are held whole."""
+    rest = tiles % tiling(op).pieces
+    return rest != 0 if is_direct(op, schedule) else rest % TILES_AT_ONCE != 0
 
 
 def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
     """Tiles that fit ``registers`` and belong to the first batch of row groups."""
     most = min(schedule.batch * tiling(op).pieces, registers // tile_registers(op, schedule.consumer.warps))
-    return next(n for n in range(max(0, most), -1, -1) if not _splits_a_pair(op, n))
+    return next(n for n in range(max(0, most), -1, -1) if not _splits(schedule, op, n))
 
 
 def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     """As many as every block has and the kernel leaves registers for, where the op finds the ring full and its vectors find room."""
     if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return 0
-    if _before(graph, schedule, op) > machine.smem_per_block or (vectors(op) and not copies_fit(op, graph, schedule)):
+    if _before(graph, schedule, op) > machine.smem_per_block:
+        return 0
+    if is_direct(op, schedule):
+        return min(own_groups(op, schedule) * tiling(op).pieces, _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS)))
+    if vectors(op) and not copies_fit(op, graph, schedule):
         return 0
     least = least_groups(op, schedule) * tiling(op).pieces
     fitting = _most(graph, schedule, op, _spare(schedule, machine, KERNEL_REGISTERS))
-    return next(n for n in range(min(least, fitting), -1, -1) if not _splits_a_pair(op, n))
+    return next(n for n in range(min(least, fitting), -1, -1) if not _splits(schedule, op, n))
 
 
 def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:
@@ -104,5 +112,7 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
     elif tiles > most:
         each = tile_registers(op, schedule.consumer.warps)
         refuse(f"a tile takes {each} registers of a thread, a batch of row groups has {schedule.batch * pieces}", f"use at most {most}")
-    elif _splits_a_pair(op, tiles):
+    elif is_direct(op, schedule) and _splits(schedule, op, tiles):
+        refuse(f"its input arrives in registers and a row group has {pieces} tiles", f"use a multiple of {pieces}")
+    elif _splits(schedule, op, tiles):
         refuse(f"a row group has {pieces} tiles, which are multiplied in pairs", f"use registers={tiles - 1}")

@@ -11,7 +11,7 @@ from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
-from megadsl.ir.schedule import Ring, Schedule
+from megadsl.ir.schedule import OpSchedule, Ring, Schedule
 from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
@@ -77,7 +77,7 @@ def plan_memory(
             areas.append(Area(name, end, size, overlay=True))
             end += round_up(size, 128)
         at = max(at, end)
-    for op in (op for op in graph.ops if isinstance(op, Linear) and schedule.op(op.name).prefetch.registers):
+    for op in (op for op in graph.ops if isinstance(op, Linear) and copies_vectors(schedule.op(op.name))):
         end = overlay + _input_bytes(op, graph, schedule, chunks)
         for arg, _ in vectors(op):
             areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
@@ -86,6 +86,11 @@ def plan_memory(
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
+
+
+def copies_vectors(how: OpSchedule) -> bool:
+    """Whether a linear's vectors move from the ring to a place of their own, ahead of the tiles that are taken early."""
+    return bool(how.prefetch.registers) and how.gather != "registers"
 
 
 def copy_name(op: Linear, arg: str) -> str:
@@ -261,12 +266,14 @@ def _rings(
 
 def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...], asked: Overrides) -> None:
     """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself. Those of an op that
-    holds tiles are copied one by one."""
+    holds tiles or gathers into registers are taken one by one."""
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = len(vectors(op)) if isinstance(op, Linear) and not schedule.op(op.name).prefetch.registers else 0
-            role = schedule.op(op.name).loader
+            how = schedule.op(op.name)
+            at_once = isinstance(op, Linear) and not how.prefetch.registers and how.gather != "registers"
+            need = len(vectors(op)) if isinstance(op, Linear) and at_once else 0
+            role = how.loader
             ring = by_role[role]
             if ring.stages < need:
                 found.add(HELD, asked.said(op.span, "stages", ring.name, role), ring=ring.name, stages=ring.stages, op=op.name, need=need)

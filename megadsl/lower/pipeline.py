@@ -12,6 +12,7 @@ from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunabl
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.ir.verify_graph import verify_graph
+from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
 from megadsl.lower.fuse import fuse
@@ -70,6 +71,7 @@ def _schedule(state: Lowering) -> None:
     verify_schedule(state.graph, schedule, state.machine, state.overrides)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
+    state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)
 

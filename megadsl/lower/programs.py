@@ -9,6 +9,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
+from megadsl.lower.direct import is_direct
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
@@ -227,7 +228,8 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
     site = builder.site(role, op.name, "exchange", f"tag of {ref.value} in round {round_}", op.span)
     region = Region("exchange", ref.value, exchange.level, round_)
     found = {"value": ref.value, "wire": exchange.wire, "round": round_, "begin": ref.begin, "features": ref.features, "into": into, **args}
-    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (Region("smem", into, Level.BLOCK),), args=found)
+    to = Region("registers", f"{op.name}.input", Level.WARP) if into == "registers" else Region("smem", into, Level.BLOCK)
+    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (to,), args=found)
 
 
 def _follower(builder: Builder, op: Attention) -> Linear | None:
@@ -259,19 +261,30 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     sites = {arg: builder.site_of(role, op, arg) for arg in (*(arg for arg, _ in vectors(op)), "")}
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
+    if is_direct(op, builder.schedule):
+        for arg, _ in vectors(op):
+            lanes = Region("registers", copy_name(op, arg), Level.WARP)
+            args = {"linear": op, "arg": arg, "ring": ring_role}
+            yield Instr(Verb.WAIT, "hold_vector", op.name, op.span, sites[arg], (ring,), (lanes,), args=args)
+    elif tiles:
+        yield from _copies(op, ring_role, sites)
     if not tiles:
         return
-    for arg, _ in vectors(op):
-        copy = Region("smem", copy_name(op, arg), Level.BLOCK)
-        args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
-        yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (ring,), (copy,), args=args)
-    if vectors(op):
-        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
     args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
+
+
+def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr]:
+    """Vectors that move from the ring to a place of their own, and the barrier before they are read."""
+    for arg, _ in vectors(op):
+        reads, copy = Region("ring", ring_role, Level.BLOCK), Region("smem", copy_name(op, arg), Level.BLOCK)
+        args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
+        yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (reads,), (copy,), args=args)
+    if vectors(op):
+        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -284,14 +297,16 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
     prologue, site, held = tuple(_prologue(builder, op, role, ring_role)), builder.site_of(role, op), builder.held(op)
-    reads = (ring, Region("smem", "activations", Level.BLOCK), *((Region("registers", op.name, Level.WARP),) if held else ()))
+    direct = is_direct(op, builder.schedule)
+    input_ = () if direct else (Region("smem", "activations", Level.BLOCK),)
+    reads = (ring, *input_, *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "parts": "", **parts},
+        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "parts": "", **parts},
     )  # fmt: skip
     if not split:
         yield from _results(builder, op, role)
@@ -333,12 +348,13 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
         ends = _end(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
-    return (*refill, "gathered", "partials", *ends)
+    gathered = () if is_direct(op, builder.schedule) else ("gathered",)
+    return (*refill, *gathered, "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    waits = [] if builder.held(op) else list(_wait_vectors(builder, op, role, ring_role))
+    waits = [] if builder.held(op) or is_direct(op, builder.schedule) else list(_wait_vectors(builder, op, role, ring_role))
     gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
         yield from (*waits, *gathers)
@@ -355,7 +371,8 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
         polls = builder.polls(_at_once(builder, op, ref), whole)
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
+        into = "registers" if is_direct(op, builder.schedule) else buffers[index]
+        yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=whole, **polls)
 
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:

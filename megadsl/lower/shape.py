@@ -10,7 +10,7 @@ from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
-from megadsl.lower.memory import Memory, copy_name
+from megadsl.lower.memory import Memory, copies_vectors, copy_name
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
 from megadsl.lower.tiling import tiling
@@ -125,7 +125,7 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
         vector = packed.find(vector_name(op, arg))
         words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)
         found.append(Record("mk::VectorShape", ident(vector.name), words))
-        if how.prefetch.registers:
+        if copies_vectors(how):
             found.append(Record("mk::i32", f"{ident(vector.name)}_copy", (memory.offset(copy_name(op, arg)),)))
     return found
 
