@@ -1,7 +1,7 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
-scale, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
+scale, gather, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -35,13 +35,13 @@ SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag
 def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
     """One override, in the words of mk.schedule."""
     match knob:
-        case "window" | "stages" | "meeting_window":
+        case "window" | "stages" | "meeting_window" | "stage_bytes":
             s.ring("weights", **{knob: int(value)})
         case "warps":
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits" | "sync" | "scale":
+        case "splits" | "sync" | "scale" | "gather":
             apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
@@ -59,6 +59,8 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
     for op in graph.ops:
         if knob == "splits" and isinstance(op, Attention):
             s[op.name].split(kv=int(value))
+        if knob == "gather" and isinstance(op, Linear):
+            s[op.name].gather(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
             s[op.name].scale(value)
         if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:
