@@ -38,6 +38,7 @@ class Matrix:
     pieces: int
     ways: int
     chunk_pieces: int
+    together: int
 
     @property
     def chunks(self) -> int:
@@ -101,7 +102,7 @@ class Device:
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11])
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12])
 
     def _product(self, op: str) -> Instr | None:
         return next((s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op), None)

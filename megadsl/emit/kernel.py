@@ -11,6 +11,7 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
+from megadsl.lower.direct import tiles_together
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values, vectors
@@ -50,6 +51,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
+        "together": lambda op: tiles_together(op, plan.schedule),
         "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),

@@ -24,6 +24,7 @@ NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {w
 SHARED, REGISTERS = "shared", "registers"
 MOST_TOKENS = 4  # both column ranges of all tokens share the lanes of a warp
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
+MOST_TOGETHER = 4  # tiles of a stage: their weights are in registers together
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
 
 
@@ -52,6 +53,16 @@ def lane_parts(op: Linear, schedule: Schedule) -> int:
     """Vectors of the input that a lane holds."""
     tiles = tiling(op)
     return tiles.pieces * ceil_div(tiles.tile_columns // PANEL, schedule.consumer.warps)
+
+
+def tiles_together(op: Linear, schedule: Schedule) -> int:
+    """Tiles that lie in one stage of the ring: one, or where the input arrives in registers as many whole row groups as fit a stage and
+    divide a batch of them."""
+    tiles, role = tiling(op), schedule.op(op.name).loader
+    most = min(schedule.ring(role).stage_bytes // tiles.group_bytes, MOST_TOGETHER // tiles.pieces, schedule.batch)
+    if not is_direct(op, schedule) or most < 1:
+        return 1
+    return next(n for n in range(most, 0, -1) if schedule.batch % n == 0) * tiles.pieces
 
 
 def why_shared(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.direct import is_direct
+from megadsl.lower.direct import is_direct, tiles_together
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
@@ -56,9 +56,11 @@ def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
 
 def _splits(schedule: Schedule, op: Linear, tiles: int) -> bool:
     """A group that is held in part goes on from the ring at a pair of tiles: else sums would be added up in another order. Where the
-    input arrives in registers, groups are held whole."""
-    rest = tiles % tiling(op).pieces
-    return rest != 0 if is_direct(op, schedule) else rest % TILES_AT_ONCE != 0
+    input arrives in registers, stages are held whole: so many tiles, or all that any block has."""
+    if is_direct(op, schedule):
+        most = own_groups(op, schedule) * tiling(op).pieces
+        return tiles > most or (tiles < most and tiles % tiles_together(op, schedule) != 0)
+    return tiles % tiling(op).pieces % TILES_AT_ONCE != 0
 
 
 def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
@@ -74,7 +76,7 @@ def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     if _before(graph, schedule, op) > machine.smem_per_block:
         return 0
     if is_direct(op, schedule):
-        return min(own_groups(op, schedule) * tiling(op).pieces, _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS)))
+        return _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS))
     if vectors(op) and not copies_fit(op, graph, schedule):
         return 0
     least = least_groups(op, schedule) * tiling(op).pieces
@@ -113,6 +115,7 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
         each = tile_registers(op, schedule.consumer.warps)
         refuse(f"a tile takes {each} registers of a thread, a batch of row groups has {schedule.batch * pieces}", f"use at most {most}")
     elif is_direct(op, schedule) and _splits(schedule, op, tiles):
-        refuse(f"its input arrives in registers and a row group has {pieces} tiles", f"use a multiple of {pieces}")
+        each = tiles_together(op, schedule)
+        refuse(f"its input arrives in registers and {each} tiles lie in a stage", f"use a multiple of {each}")
     elif _splits(schedule, op, tiles):
         refuse(f"a row group has {pieces} tiles, which are multiplied in pairs", f"use registers={tiles - 1}")

@@ -273,7 +273,7 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
-    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role}
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "direct": is_direct(op, schedule)}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
 
 

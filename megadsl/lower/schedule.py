@@ -10,7 +10,7 @@ from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
-from megadsl.lower.operands import kept_values, needs_whole_rows, vectors
+from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.types import KIB, MIB, ceil_div, round_up
@@ -19,7 +19,8 @@ LOADER = "loader"
 CONSUMER = "consumer"
 WARP_THREADS = 32
 CONSUMER_WARPS = 8
-STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path; smaller where no tile needs it
+STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
+SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
@@ -100,8 +101,9 @@ L2_BYTES = 16  # the bulk prefetch's granule
 def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
     """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
     count = blocks if blocks is not None else best_blocks(graph, machine)
-    window = WINDOW_BYTES if count >= FEWEST_BLOCKS * machine.sms else WINDOW_BYTES * machine.sms // count // KIB * KIB
-    meeting = MEETING_BYTES if count >= FEWEST_BLOCKS * machine.sms else window
+    few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
+    window = WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES
+    meeting = window if few else MEETING_BYTES
     ops = tuple(_default_op(op, count, graph.tokens) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
     split = [op for op, how in zip(graph.ops, ops, strict=True) if isinstance(op, Attention) or how.ways > 1]
@@ -110,7 +112,7 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
         arch=machine.arch,
         blocks=count,
         roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", CONSUMER_WARPS)),
-        rings=((LOADER, Ring("weights", 0, _stage_bytes(graph), window, meeting)),),
+        rings=((LOADER, Ring("weights", 0, SMALL_STAGE if few else STAGE_BYTES, window, meeting)),),
         ops=ops,
         edges=edges + parts,
         batch=_batch(graph, count),
@@ -134,14 +136,6 @@ def best_blocks(graph: Graph, machine: Machine) -> int:
     counts = range(max(1, round(FEWEST_BLOCKS * machine.sms)), machine.sms + 1)
     cost = {b: sum(_largest_bytes(op, b) * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Linear)) for b in counts}
     return min(b for b in counts if cost[b] <= BLOCKS_SLACK * min(cost.values()))
-
-
-def _stage_bytes(graph: Graph) -> int:
-    """As much as the largest tile (or chunk of KV rows, or vector) needs: more would be room in the ring that nothing fills."""
-    tiles = [tile_bytes(op) for op in graph.ops if isinstance(op, Linear)]
-    chunks = [KV_CHUNK * op.head_dim for op in graph.ops if isinstance(op, Attention)]
-    rows = [2 * op.columns for op in graph.ops if isinstance(op, Linear) and vectors(op)]
-    return round_up(max((*tiles, *chunks, *rows), default=STAGE_BYTES), STAGE_UNIT)
 
 
 def _batch(graph: Graph, blocks: int) -> int:

@@ -167,51 +167,84 @@ MK_DEV TileSums<B::kTokens> multiply_parts(const LaneParts<G, B>& x, Weight weig
   return sums;
 }
 
-// Row groups that are taken from the ring at once.
-template <class G, class R>
-constexpr u32 kGroupsTogether = G::kPieces == 1 ? kTogether<R> : 1;
+// Where a lane finds its weights of round 0 in a tile.
+template <class B>
+MK_DEV u32 lane_weights(const B& block) {
+  return (block.warp() * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
+}
+
+// A lane's weights of the first `count` tiles of a stage; zeros for the others.
+template <class G, u32 kTiles, class B>
+MK_DEV void load_weights(const B& block, smem_ptr<char> stage, u32 count, u32x4 (&weights)[kTiles][Lane<G, B>::kRounds]) {
+  const smem_ptr<char> from = stage.template at<char>(lane_weights(block));
+#pragma unroll
+  for (u32 i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (u32 round = 0; round < Lane<G, B>::kRounds; ++round) {
+      const bool panel = (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + block.warp() < G::kPanels;
+      weights[i][round] = u32x4{0, 0, 0, 0};
+      if (i < count && panel) weights[i][round] = ptx::ld_shared<u32x4>(from.template at<u32x4>((i * G::kPanels + round * B::kWarps) * kGroupRows * 64));
+    }
+}
+
+// Behind it the loads have returned, so that their stage may be let go of.
+template <u32 kTiles, u32 kRounds>
+MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
+  u32 seen = 0;
+#pragma unroll
+  for (u32 i = 0; i < kTiles * kRounds; ++i) seen ^= weights[i / kRounds][i % kRounds].w;
+  ptx::await(seen);
+}
+
+// Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether.
+template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
+MK_DEV void hold_stages(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held) {
+  constexpr u32 kEach = G::kTogether;
+  const RowGroups own = own_groups(block.cx, s);
+  const u32 tiles = held.count(own);
+#pragma unroll
+  for (u32 first = 0; first < kTiles; first += kEach) {
+    u32x4 weights[kEach][held.kRounds] = {};
+    if (kEverywhere || first < tiles) {
+      load_weights<G, kEach>(block, reader.wait_stage(site, own.begin * G::kPieces + first), kEverywhere ? kTiles - first : tiles - first, weights);
+      await_weights(weights);
+      reader.release();
+    }
+#pragma unroll
+    for (u32 i = 0; i < kEach * held.kRounds && first + i / held.kRounds < kTiles; ++i)
+      held.weights[first + i / held.kRounds][i % held.kRounds] = weights[i / held.kRounds][i % held.kRounds];
+  }
+}
 
 // Multiplies row groups [first, last), whose tiles come from the ring, and leaves their sums.
 template <class G, class B, class R>
 MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u32 last, const LaneParts<G, B>& x, smem_ptr<float> partials) {
-  using L = Lane<G, B>;
-  constexpr u32 kGroups = kGroupsTogether<G, R>, kTiles = G::kPieces <= R::kStages ? G::kPieces : 1;  // of a group, at once
-  constexpr u32 kSums = B::kWarps * B::kTokens * kGroupRows;
-  const L lane(block);
-  const u32 lane_at = (block.warp() * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
+  constexpr u32 kRounds = Lane<G, B>::kRounds, kSums = B::kWarps * B::kTokens * kGroupRows;
+  constexpr bool kWhole = G::kTogether >= G::kPieces;  // a stage holds whole groups, else one tile
+  constexpr u32 kGroups = kWhole ? G::kTogether / G::kPieces : 1, kTiles = kGroups * G::kPieces;
 #pragma unroll 1
   for (u32 group = first; group < last; group += kGroups) {
-    const u32 groups = min_u32(kGroups, last - group);
-    u32x4 weights[kGroups][L::kParts];
+    const u32 groups = min_u32(kGroups, last - group), tile = group * G::kPieces;
+    u32x4 weights[kTiles][kRounds];
+    if constexpr (kWhole) {
+      load_weights<G, kTiles>(block, reader.wait_stage(site, tile), groups * G::kPieces, weights);
+    } else {
 #pragma unroll
-    for (u32 piece = 0; piece < G::kPieces; piece += kTiles) {
-      smem_ptr<char> tiles[kGroups * kTiles] = {};
+      for (u32 piece = 0; piece < G::kPieces; ++piece) {
+        u32x4 one[1][kRounds];
+        load_weights<G, 1>(block, reader.wait_stage(site, tile + piece), 1, one);
+        await_weights(one);
+        reader.release();
 #pragma unroll
-      for (u32 i = 0; i < kGroups * kTiles; ++i)
-        if (i / kTiles < groups) tiles[i] = reader.wait_stage(site, group * G::kPieces + piece + i, i);
-      u32 seen = 0;
-#pragma unroll
-      for (u32 i = 0; i < kGroups * kTiles; ++i)
-#pragma unroll
-        for (u32 round = 0; round < L::kRounds; ++round) {
-          u32x4& w = weights[i / kTiles][(piece + i % kTiles) * L::kRounds + round];
-          w = u32x4{0, 0, 0, 0};
-          const bool panel = (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + block.warp() < G::kPanels;
-          if (i / kTiles < groups && panel)
-            w = ptx::ld_shared<u32x4>(tiles[i].template at<u32x4>(lane_at + round * B::kWarps * kGroupRows * 64));
-          if (kTiles < G::kPieces) seen ^= w.w;
-        }
-      if (kTiles == G::kPieces) continue;
-      ptx::await(seen);
-      reader.template release<kTiles>();
+        for (u32 round = 0; round < kRounds; ++round) weights[piece][round] = one[0][round];
+      }
     }
 #pragma unroll
-    for (u32 i = 0; i < kGroups; ++i)
-      if (i < groups)
-        leave_partials(block, partials + (group - first + i) * kSums, multiply_parts<G>(x, [&](u32 part) { return weights[i][part]; }), false);
-    if (kTiles != G::kPieces) continue;
-    if (groups == kGroups) reader.template release<kGroups * kTiles>();
-    else reader.template release<kTiles>();
+    for (u32 i = 0; i < kGroups; ++i) {
+      const auto sums = multiply_parts<G>(x, [&](u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; });
+      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums, false);
+    }
+    if (kWhole) reader.release();
   }
 }
 
