@@ -59,7 +59,7 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
     for op in graph.ops:
         if knob == "splits" and isinstance(op, Attention):
             s[op.name].split(kv=int(value))
-        if knob == "gather" and isinstance(op, Linear):
+        if knob == "gather" and isinstance(op, Linear | Attention):
             s[op.name].gather(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
             s[op.name].scale(value)

@@ -263,33 +263,36 @@ class Stream:
         for unit in units[:MOST_UNITS]:
             if unit != units[0]:
                 yield from self._meet(instr, "again")
-            queries, fresh, scratch = self._unit(step, unit)
-            yield from (queries, *fresh)
+            inputs, fresh, scratch = self._unit(step, unit)
+            yield from inputs
             yield from self._meet(instr, "gathered")
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
                 if turn:
                     yield from self._meet(instr, "next")
-                yield from (_reading(a) for a in (queries, *fresh))
+                yield from (_reading(a) for a in inputs)
                 left = replace(scratch, holds=(*scratch.holds, turn))
                 yield left
                 yield from self._meet(instr, "parts")
                 yield _reading(left)
             yield from self._meet(instr, "published")
-            yield from (_reading(a) for a in fresh)
+            yield from (replace(_reading(a), solo=False) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
 
-    def _unit(self, step: Step, unit: int) -> tuple[Access, list[Access], Access]:
-        """A unit's queries, this step's rows where it takes them, and its warps' parts, as they are written."""
+    def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
+        """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
         dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
         parts = self.device.warps // tiles * tiles * min(16, heads.rows)
         holds = (name, step.layer, unit)
-        fresh = Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds)
+        direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
+        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
+        # Where queries arrive in registers, one warp stages this step's row and multiplies it.
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo=direct)] if takes else []
         return (
-            Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds),
-            [fresh] if unit % heads.splits + 1 == heads.splits else [],
+            [*queries, *fresh],
+            fresh,
             Access(f"{name}.scratch", heads.scratch, parts * (dim + 4) * 4, True, step, holds),
         )
 

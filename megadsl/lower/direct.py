@@ -1,4 +1,4 @@
-"""Which linears poll their input straight into registers (templates/include/megadsl/direct.h).
+"""Which ops poll their input straight into registers (templates/include/megadsl/direct.h, heads.h).
 
 A gather into shared memory costs a store, a barrier and a load between the last vector and the first product. Where a lane's part
 of the columns is a few vectors, it can poll them itself.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import Arg
-from megadsl.ir.graph import Graph, Linear
+from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule, Sentinel
 from megadsl.lower.exchanges import sharing
 from megadsl.lower.memory import chunk_pieces
@@ -23,6 +23,7 @@ NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {w
 
 SHARED, REGISTERS = "shared", "registers"
 MOST_TOKENS = 4  # both column ranges of all tokens share the lanes of a warp
+MOST_ROWS, MOST_DIM = 8, 64  # of an attention's queries: half an m16 tile; and what registers hold of a head
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
 MOST_TOGETHER = 4  # tiles of a stage: their weights are in registers together
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
@@ -36,16 +37,16 @@ def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None
         for how in schedule.ops:
             op, gather = graph.op(how.op), how.gather
             if gather is None:
-                fits = isinstance(op, Linear) and not why_shared(op, graph, schedule) and lane_parts(op, schedule) <= DEFAULT_PARTS
-                gather = REGISTERS if fits else SHARED
+                few = not isinstance(op, Linear) or lane_parts(op, schedule) <= DEFAULT_PARTS
+                gather = SHARED if why_shared(op, graph, schedule) or not few else REGISTERS
             elif gather == REGISTERS:
                 _check(graph, schedule, how.op, asked, found)
             chosen.append(replace(how, gather=gather))
     return replace(schedule, ops=tuple(chosen))
 
 
-def is_direct(op: Linear, schedule: Schedule) -> bool:
-    """Whether the op's input never lies in shared memory."""
+def is_direct(op: Linear | Attention, schedule: Schedule) -> bool:
+    """Whether the op's input (an attention's queries, keys and values of this step) never lies in shared memory."""
     return schedule.op(op.name).gather == REGISTERS
 
 
@@ -65,8 +66,36 @@ def tiles_together(op: Linear, schedule: Schedule) -> int:
     return next(n for n in range(most, 0, -1) if schedule.batch % n == 0) * tiles.pieces
 
 
-def why_shared(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+def why_shared(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
     """Why an op must gather into shared memory, and what would mend it; None where it need not."""
+    match op:
+        case Linear():
+            return _why_linear(op, graph, schedule)
+        case Attention():
+            return _why_attention(op, graph, schedule)
+        case _:
+            return "it gathers nothing", "use it for linears and attention"
+
+
+def _not_dense(name: str, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+    value = graph.value(name)
+    groups = sharing(graph.op(value.producer), value.features, schedule).groups
+    if groups < schedule.blocks or not isinstance(schedule.edge(name).sync, Sentinel):
+        return f"{name!r} is not dense", f"use mk.Sentinel() for it and at most {groups} blocks"
+    return None
+
+
+def _why_attention(op: Attention, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+    rows = op.heads // op.kv_heads
+    if graph.tokens > 1 or rows > MOST_ROWS or op.head_dim > MOST_DIM:
+        shape = f"{graph.tokens} tokens, {rows} heads of {op.head_dim} on a KV head"
+        return shape, f"use it for 1 token and at most {MOST_ROWS} heads of at most {MOST_DIM}"
+    if len({op.q.value, op.k.value, op.v.value}) > 1:
+        return "queries, keys and values are several values", "let one linear give all of them"
+    return _not_dense(op.q.value, graph, schedule)
+
+
+def _why_linear(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
     values = prologue_values(op)
     plain = isinstance(op.prologue.expr, Arg) and op.prologue.expr.name == values[0][0]
     if graph.tokens > MOST_TOKENS:
@@ -75,10 +104,8 @@ def why_shared(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] 
         return "its prologue is neither one value nor factored", 'use .gather("shared")'
     if schedule.op(op.name).ways > 1 or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return "it takes its columns in parts", "use .columns(ways=1) and no chunks"
-    value = graph.value(values[0][1].value)
-    groups = sharing(graph.op(value.producer), value.features, schedule).groups
-    if groups < schedule.blocks or not isinstance(schedule.edge(value.name).sync, Sentinel):
-        return f"{value.name!r} is not dense", f"use mk.Sentinel() for it and at most {groups} blocks"
+    if found := _not_dense(values[0][1].value, graph, schedule):
+        return found
     if lane_parts(op, schedule) > MOST_PARTS:
         return f"a lane would poll {lane_parts(op, schedule)} vectors", f"use it for at most {MOST_PARTS}, or more consumer warps"
     return None
@@ -86,6 +113,6 @@ def why_shared(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] 
 
 def _check(graph: Graph, schedule: Schedule, name: str, asked: Overrides, found: Collector) -> None:
     op = graph.op(name)
-    why = why_shared(op, graph, schedule) if isinstance(op, Linear) else ("it is no linear", "use it for linears")
+    why = why_shared(op, graph, schedule)
     if why is not None:
         found.add(NOT_DIRECT, asked.said(op.span, "gather", name), op=name, why=why[0], how=why[1])

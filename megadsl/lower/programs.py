@@ -430,7 +430,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
-        "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "direct": is_direct(op, builder.schedule), "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
@@ -440,7 +440,8 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
     units, blocks, tiles = op.kv_heads * builder.schedule.op(op.name).splits, builder.schedule.blocks, query_tiles(op, builder.graph.tokens)
     if units > blocks:
         yield "again"
-    yield "gathered"
+    if not is_direct(op, builder.schedule):
+        yield "gathered"
     if tiles > builder.schedule.consumer.warps:
         yield "next"
     yield "parts"

@@ -2,6 +2,7 @@
 #pragma once
 #include "megadsl/direct.h"
 #include "megadsl/embed.h"
+#include "megadsl/heads.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"
