@@ -1,7 +1,7 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
-scale, gather, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
+scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -48,6 +48,8 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
         case "regs":
             for name in (op.name for op in graph.ops if isinstance(op, Linear)):
                 s[name].prefetch(registers=int(value))
+        case _ if knob.startswith("gather_"):
+            s[knob.removeprefix("gather_")].gather(value)
         case _ if knob.startswith("regs_"):
             s[knob.removeprefix("regs_")].prefetch(registers=int(value))
         case _:

@@ -11,7 +11,7 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Plan, Program
-from megadsl.lower.direct import tiles_together
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values, vectors

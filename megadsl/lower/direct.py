@@ -14,6 +14,7 @@ from megadsl.ir.expr import Arg
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule, Sentinel
 from megadsl.lower.exchanges import sharing
+from megadsl.lower.gathers import REGISTERS
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import prologue_values
 from megadsl.lower.tiling import PANEL, tiling
@@ -21,11 +22,10 @@ from megadsl.types import ceil_div
 
 NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {why}", "{how}")
 
-SHARED, REGISTERS = "shared", "registers"
+SHARED = "shared"
 MOST_TOKENS = 4  # both column ranges of all tokens share the lanes of a warp
 MOST_ROWS, MOST_DIM = 8, 64  # of an attention's queries: half an m16 tile; and what registers hold of a head
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
-MOST_TOGETHER = 4  # tiles of a stage: their weights are in registers together
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
 
 
@@ -45,25 +45,10 @@ def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None
     return replace(schedule, ops=tuple(chosen))
 
 
-def is_direct(op: Linear | Attention, schedule: Schedule) -> bool:
-    """Whether the op's input (an attention's queries, keys and values of this step) never lies in shared memory."""
-    return schedule.op(op.name).gather == REGISTERS
-
-
 def lane_parts(op: Linear, schedule: Schedule) -> int:
     """Vectors of the input that a lane holds."""
     tiles = tiling(op)
     return tiles.pieces * ceil_div(tiles.tile_columns // PANEL, schedule.consumer.warps)
-
-
-def tiles_together(op: Linear, schedule: Schedule) -> int:
-    """Tiles that lie in one stage of the ring: one, or where the input arrives in registers as many whole row groups as fit a stage and
-    divide a batch of them."""
-    tiles, role = tiling(op), schedule.op(op.name).loader
-    most = min(schedule.ring(role).stage_bytes // tiles.group_bytes, MOST_TOGETHER // tiles.pieces, schedule.batch)
-    if not is_direct(op, schedule) or most < 1:
-        return 1
-    return next(n for n in range(most, 0, -1) if schedule.batch % n == 0) * tiles.pieces
 
 
 def why_shared(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:

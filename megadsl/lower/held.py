@@ -11,7 +11,7 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.direct import is_direct, tiles_together
+from megadsl.lower.gathers import is_direct, tiles_together
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS

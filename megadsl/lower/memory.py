@@ -14,6 +14,7 @@ from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import OpSchedule, Ring, Schedule
 from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.gathers import REGISTERS, is_direct, tiles_together
 from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -29,8 +30,8 @@ DOES_NOT_FIT = declare(
 )
 HELD = declare(
     "MK177",
-    "ring {ring!r} has {stages} stages, but {op!r} reads {need} vectors at once",
-    "use at least {need} stages, or fewer vectors in one expression",
+    "ring {ring!r} has {stages} stages, but {op!r} holds {need} of them at once",
+    "use at least {need} stages, fewer vectors in one expression, or fewer tiles in registers",
 )
 
 WARP_THREADS = 32
@@ -90,7 +91,7 @@ def plan_memory(
 
 def copies_vectors(how: OpSchedule) -> bool:
     """Whether a linear's vectors move from the ring to a place of their own, ahead of the tiles that are taken early."""
-    return bool(how.prefetch.registers) and how.gather != "registers"
+    return bool(how.prefetch.registers) and how.gather != REGISTERS
 
 
 def copy_name(op: Linear, arg: str) -> str:
@@ -264,16 +265,22 @@ def _rings(
     return tuple(rings), placed, at
 
 
+def _held_stages(op: Linear, schedule: Schedule) -> int:
+    """Stages that an op lets go of only when it has read them all: those of its vectors, unless they are copied one by one; where the
+    input arrives in registers, those of its held tiles as well."""
+    held = schedule.op(op.name).prefetch.registers or 0
+    if is_direct(op, schedule):
+        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule))
+    return 0 if held else len(vectors(op))
+
+
 def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...], asked: Overrides) -> None:
-    """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself. Those of an op that
-    holds tiles or gathers into registers are taken one by one."""
+    """What an op lets go of only when it has read all of it: a shorter ring would wait for itself."""
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            how = schedule.op(op.name)
-            at_once = isinstance(op, Linear) and not how.prefetch.registers and how.gather != "registers"
-            need = len(vectors(op)) if isinstance(op, Linear) and at_once else 0
-            role = how.loader
+            need = _held_stages(op, schedule) if isinstance(op, Linear) else 0
+            role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:
                 found.add(HELD, asked.said(op.span, "stages", ring.name, role), ring=ring.name, stages=ring.stages, op=op.name, need=need)

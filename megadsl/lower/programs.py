@@ -9,7 +9,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.direct import is_direct
+from megadsl.lower.gathers import is_direct
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
@@ -262,9 +262,9 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
     if is_direct(op, builder.schedule):
-        for arg, _ in vectors(op):
+        for index, (arg, _) in enumerate(vectors(op)):
             lanes = Region("registers", copy_name(op, arg), Level.WARP)
-            args = {"linear": op, "arg": arg, "ring": ring_role}
+            args = {"linear": op, "arg": arg, "ahead": index, "ring": ring_role}
             yield Instr(Verb.WAIT, "hold_vector", op.name, op.span, sites[arg], (ring,), (lanes,), args=args)
     elif tiles:
         yield from _copies(op, ring_role, sites)
@@ -274,6 +274,7 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
     args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "direct": is_direct(op, schedule)}
+    args["ahead"] = len(vectors(op))
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
 
 

@@ -9,7 +9,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
-from megadsl.lower.direct import tiles_together
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.memory import Memory, copies_vectors, copy_name
 from megadsl.lower.operands import kept_values, prologue_values, vectors

@@ -44,19 +44,15 @@ struct LaneParts {
   u32x2 at[Lane<G, B>::kParts] = {};
 };
 
-// Takes a vector out of the ring; no other warp needs what a lane holds.
+// Loads a vector from the stage `ahead` positions further on in the ring. run_direct lets go of it: here the warp would wait for the
+// loads to return, and blocks of a small model come to their polls later than what they poll.
 template <class G, class B, class R>
-MK_DEV void hold_vector(const B& block, R& reader, u32 site, u32 columns, LaneParts<G, B>& vector) {
+MK_DEV void hold_vector(const B& block, const R& reader, u32 site, u32 ahead, u32 columns, LaneParts<G, B>& vector) {
   const Lane<G, B> lane(block);
-  const smem_ptr<char> from = reader.wait_stage(site, 0);
-  u32 seen = 0;
+  const smem_ptr<char> from = reader.wait_stage(site, 0, ahead);
 #pragma unroll
-  for (u32 i = 0; i < lane.kParts; ++i) {
+  for (u32 i = 0; i < lane.kParts; ++i)
     vector.at[i] = lane.has(i, columns) ? lane.pairs(ptx::ld_shared<u32x4>(from.template at<u32x4>(lane.column(i) * 2))) : u32x2{0, 0};
-    seen ^= vector.at[i].y;
-  }
-  ptx::await(seen);
-  reader.release();
 }
 
 // A lane's parts of row reductions over the input; like RowParts, but all of a lane's elements are of one token.
@@ -196,20 +192,19 @@ MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
   ptx::await(seen);
 }
 
-// Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether.
+// Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether. The first lies `ahead`
+// positions further on in the ring; run_direct lets go of them.
 template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
-MK_DEV void hold_stages(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held) {
+MK_DEV void hold_stages(const B& block, const R& reader, u32 site, u32 ahead, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held) {
   constexpr u32 kEach = G::kTogether;
   const RowGroups own = own_groups(block.cx, s);
   const u32 tiles = held.count(own);
 #pragma unroll
   for (u32 first = 0; first < kTiles; first += kEach) {
     u32x4 weights[kEach][held.kRounds] = {};
-    if (kEverywhere || first < tiles) {
-      load_weights<G, kEach>(block, reader.wait_stage(site, own.begin * G::kPieces + first), kEverywhere ? kTiles - first : tiles - first, weights);
-      await_weights(weights);
-      reader.release();
-    }
+    if (kEverywhere || first < tiles)
+      load_weights<G, kEach>(block, reader.wait_stage(site, own.begin * G::kPieces + first, ahead + first / kEach),
+                             kEverywhere ? kTiles - first : tiles - first, weights);
 #pragma unroll
     for (u32 i = 0; i < kEach * held.kRounds && first + i / held.kRounds < kTiles; ++i)
       held.weights[first + i / held.kRounds][i % held.kRounds] = weights[i / held.kRounds][i % held.kRounds];
@@ -248,8 +243,9 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
   }
 }
 
-// Consumer side. `poll(x)` brings the input; `epilogue`, `scale` and `held` as in run_matrix, kMeets too.
-template <u32 kBatch, class G, bool kMeets, class B, class R, class Poll, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
+// Consumer side. `poll(x)` brings the input; `epilogue`, `scale` and `held` as in run_matrix, kMeets too. kVectors: how many stages of
+// vectors lie in the ring before the tiles.
+template <u32 kBatch, class G, bool kMeets, u32 kVectors, class B, class R, class Poll, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
 MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Poll poll, Epilogue epilogue,
                        Scale scale = {}, const H& held = {}) {
   constexpr u32 kSums = B::kWarps * B::kTokens * kGroupRows, kHeldGroups = H::kTiles / G::kPieces;
@@ -269,6 +265,8 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
       if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums, false);
     }
   }
+#pragma unroll 1
+  for (u32 i = 0; i < kVectors + ceil_div(taken * G::kPieces, G::kTogether); ++i) reader.release();
   float factor = 1.0f;
 #pragma unroll 1
   do {
