@@ -17,6 +17,7 @@ from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
 from megadsl.lower.columns import largest_share, parts_of, share_begin, share_owner
 from megadsl.lower.schedule import (
     MEETING_BYTES,
+    SMALL_STAGE,
     WINDOW_BYTES,
     balance,
     best_blocks,
@@ -61,7 +62,7 @@ def test_small_models_get_as_many_blocks_as_have_a_share_of_every_linear() -> No
     graph = model_graph("smollm2-135m")
     blocks = best_blocks(graph, GPU)
     assert blocks == min(tiling(op).shares for op in linears(graph)) == 72
-    schedule = default_schedule(graph, GPU, blocks=None, max_kv=2048)
+    schedule = default(graph)
     assert schedule.batch == 6  # of gate_up_proj's: all of a block's row groups
     ring = schedule.ring("loader")
     assert ring.stage_bytes == SMALL_STAGE and blocks * ring.window <= GPU.sms * WINDOW_BYTES < blocks * (ring.window + KIB)
