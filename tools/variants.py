@@ -1,7 +1,8 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
-scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
+scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op),
+chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ ROUNDS, REPLAYS = 7, 30
 SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 
 
+OF_ONE: dict[str, Callable[[Any, str], Any]] = {
+    "gather": lambda op, value: op.gather(value),
+    "regs": lambda op, value: op.prefetch(registers=int(value)),
+    "chunk": lambda op, value: op.split(chunk=int(value)),
+}
+
+
 def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
     """One override, in the words of mk.schedule."""
     match knob:
@@ -48,10 +57,9 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
         case "regs":
             for name in (op.name for op in graph.ops if isinstance(op, Linear)):
                 s[name].prefetch(registers=int(value))
-        case _ if knob.startswith("gather_"):
-            s[knob.removeprefix("gather_")].gather(value)
-        case _ if knob.startswith("regs_"):
-            s[knob.removeprefix("regs_")].prefetch(registers=int(value))
+        case _ if "_" in knob and knob.partition("_")[0] in OF_ONE:
+            kind, _, op = knob.partition("_")
+            OF_ONE[kind](s[op], value)
         case _:
             split_columns(s, graph, knob, value)
 

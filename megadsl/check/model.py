@@ -39,6 +39,7 @@ class Matrix:
     ways: int
     chunk_pieces: int
     together: int
+    pass_groups: int
 
     @property
     def chunks(self) -> int:
@@ -102,7 +103,7 @@ class Device:
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12])
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12], w[14])
 
     def _product(self, op: str) -> Instr | None:
         return next((s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op), None)
@@ -167,7 +168,8 @@ def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, 
     """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
     head, split = divmod(unit, splits)
     chunks = ceil_div(kv_len, CHUNK_ROWS)
-    return head, chunks * split // splits, chunks * (split + 1) // splits, split + 1 == splits
+    last, fresh = max(chunks, 1) - 1, split + 1 == splits
+    return head, min((chunks + 1) * split // splits, last), chunks if fresh else min((chunks + 1) * (split + 1) // splits, last), fresh
 
 
 def evaluate(expression: str, names: dict[str, int]) -> int:

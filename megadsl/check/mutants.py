@@ -235,7 +235,14 @@ def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
 def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
     """Words that loaders and consumers compute their shares from."""
     words = {
-        "mk::LinearShape": {"row groups": 2, "fold": 3, "columns of a tile": 8, "tiles of a group": 9, "parts of the columns": 10, "tiles of a stage": 12},
+        "mk::LinearShape": {
+            "row groups": 2,
+            "fold": 3,
+            "columns of a tile": 8,
+            "tiles of a group": 9,
+            "parts of the columns": 10,
+            "tiles of a stage": 12,
+        },
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
     }

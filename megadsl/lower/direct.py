@@ -30,7 +30,7 @@ DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
 
 
 def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None = None) -> Schedule:
-    """``schedule`` with a way of gathering for every op. MK244, at the line of ``overrides``, for what the user asks and no block can do."""
+    """``schedule`` with a way of gathering for every op. MK244, at the line of ``overrides``, for what no block can do."""
     asked = overrides or Overrides(schedule.arch, ())
     chosen = []
     with collecting() as found:

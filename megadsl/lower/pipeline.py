@@ -12,6 +12,7 @@ from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunabl
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.ir.verify_graph import verify_graph
+from megadsl.lower.builder import Builder
 from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
@@ -22,7 +23,7 @@ from megadsl.lower.limits import check_graph
 from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import Packed, plan_packing
-from megadsl.lower.programs import Builder, build_programs
+from megadsl.lower.programs import build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
 from megadsl.lower.tiling import GROUP_ROWS, tiling

@@ -3,92 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
-from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
-from megadsl.ir.schedule import Schedule
-from megadsl.lower.gathers import is_direct
+from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
+from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
+from megadsl.lower.builder import WARP_THREADS, Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.gathers import is_direct
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
-from megadsl.lower.tiling import GROUP_ROWS, tiling
-from megadsl.source import Span
+from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
-
-WARP_THREADS = 32
-MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
-
-
-@dataclass
-class Builder:
-    """Numbers sites while the programs are built, in program order: ids are stable for a given plan."""
-
-    graph: Graph
-    schedule: Schedule
-    exchanges: tuple[Exchange, ...]
-    chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
-    sites: list[Site] = field(default_factory=list)
-    full: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
-        self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
-        return len(self.sites) - 1
-
-    def exchange(self, name: str) -> Exchange:
-        return next(e for e in self.exchanges if e.name == name)
-
-    def position(self, op: str) -> int:
-        return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
-
-    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
-        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to MAX_UNITS units."""
-        exchange = self.exchange(ref.value)
-        threads = self.schedule.consumer.warps * WARP_THREADS
-        units = ceil_div(ref.features, GROUP_ROWS) * self.graph.tokens
-        if whole and exchange.groups < exchange.owners and exchange.wire != "Tagged":
-            units += exchange.owners  # blocks that own nothing are asked for their presence
-        at_once = max(1, min(MAX_UNITS, ceil_div(units, threads)))
-        share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
-        extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
-        rounds = ceil_div(units, threads * at_once)
-        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds))}
-
-    def site_of(self, role: str, op: Op, arg: str = "") -> int:
-        """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
-        key = (op.name, arg)
-        if key not in self.full:
-            self.full[key] = self.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
-        return self.full[key]
-
-    def held(self, op: Op) -> int:
-        """Tiles that the consumers take before the op's input is there."""
-        return self.schedule.op(op.name).prefetch.registers or 0
-
-    def gated(self, op: Op) -> bool:
-        return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
-
-
-def sequence(builder: Builder, value: str, reader: str, *, publishing: bool = False) -> str:
-    """The value's round, as an expression over ``epoch``, ``layers`` and ``layer``, where ``reader`` reads or writes it.
-
-    Rounds of one value are consecutive from launch to launch, so slots alternate without gaps.
-    """
-    graph = builder.graph
-    found = next((v for v in graph.values if v.name == value), None)
-    producer = graph.op(found.producer if found else value.rsplit(".", 1)[0])
-    if producer.loop is None:
-        return "epoch"
-    inside = graph.op(reader).loop is not None
-    if found is None or found.initial is None:
-        return "epoch * layers + layer" if inside else "epoch * layers + layers - 1"
-    base = "epoch * (layers + 1)"
-    if not inside:
-        return base if builder.position(reader) < builder.position(producer.name) else f"{base} + layers"
-    after = publishing or builder.position(reader) > builder.position(producer.name)
-    return f"{base} + layer + 1" if after else f"{base} + layer"
 
 
 def build_programs(builder: Builder) -> tuple[Program, ...]:
@@ -140,6 +67,8 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     site = builder.site(role, op.name, "ring.empty", "parity of the slot's round before", op.span)
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
+        if builder.schedule.scope == "op":
+            yield _join(op)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -151,7 +80,24 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
+_BEGINS = ("open_gate", "copy_vector", "sync", "hold_vector", "hold_tiles")  # what touches nothing that another launch writes
+
+
+def _join(op: Op) -> Instr:
+    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
+    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
+
+
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
+    for phase in _own_phases(builder, op, role):
+        if builder.schedule.scope == "op":
+            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
+            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
+        else:
+            yield phase
+
+
+def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     match op:
         case Embed():
             yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
@@ -235,6 +181,8 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
 def _follower(builder: Builder, op: Attention) -> Linear | None:
     """The linear that begins before the splits of ``op`` are added: no other stage of its ring comes between, and it copies no
     vectors, for which the block would have to meet first."""
+    if builder.schedule.scope == "op":
+        return None
     after = builder.position(op.name) + 1
     found = builder.graph.ops[after] if after < len(builder.graph.ops) else None
     return found if isinstance(found, Linear) and found.loop == op.loop and not vectors(found) else None
@@ -266,7 +214,7 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
             lanes = Region("registers", copy_name(op, arg), Level.WARP)
             args = {"linear": op, "arg": arg, "ahead": index, "ring": ring_role}
             yield Instr(Verb.WAIT, "hold_vector", op.name, op.span, sites[arg], (ring,), (lanes,), args=args)
-    elif tiles:
+    if builder.copies(op):
         yield from _copies(op, ring_role, sites)
     if not tiles:
         return
@@ -344,18 +292,18 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     """Barriers of mk::run_tiles."""
     ways = builder.schedule.op(op.name).ways
-    refill = () if builder.chunks[op.name] * ways == tiling(op).pieces else ("refill",)
     if ways == 1:
         ends = _end(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
     gathered = () if is_direct(op, builder.schedule) else ("gathered",)
-    return (*refill, *gathered, "partials", *ends)
+    return (*gathered, "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    waits = [] if builder.held(op) or is_direct(op, builder.schedule) else list(_wait_vectors(builder, op, role, ring_role))
+    taken = builder.copies(op) or is_direct(op, builder.schedule)
+    waits = [] if taken else list(_wait_vectors(builder, op, role, ring_role))
     gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
         yield from (*waits, *gathers)
@@ -371,7 +319,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(_at_once(builder, op, ref), whole)
+        polls = builder.polls(op, _at_once(builder, op, ref), whole)
         into = "registers" if is_direct(op, builder.schedule) else buffers[index]
         yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=whole, **polls)
 
@@ -430,8 +378,9 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
-        "direct": is_direct(op, builder.schedule), "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        **builder.polls(op, _unit_features(op), False), "parts_wire": parts.wire,
+        "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "holds": builder.held(op) > 0, "direct": is_direct(op, builder.schedule),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 

@@ -237,7 +237,7 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
 #pragma unroll
     for (u32 i = 0; i < kGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; });
-      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums, false);
+      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums);
     }
     if (kWhole) reader.release();
   }
@@ -262,7 +262,7 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
 #pragma unroll
     for (u32 i = 0; i < kHeldGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return held.weights[i * G::kPieces + part / held.kRounds][part % held.kRounds]; });
-      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums, false);
+      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums);
     }
   }
 #pragma unroll 1
@@ -282,7 +282,7 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
       if (begins) factor = scale.factor(own_token(block));
       return factor;
     };
-    finish_batch<kBatch>(block, partials, first, last, scaled, epilogue);
+    finish_batch<kBatch, false>(block, partials, first, last, ChunkSums{}, scaled, epilogue);
     first = last, taken = 0, turn ^= 1;
   } while (!(H::kWhole) && first < own.end);
   if (kMeets) block.sync();
