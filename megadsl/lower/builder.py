@@ -14,7 +14,7 @@ from megadsl.types import ceil_div
 
 WARP_THREADS = 32
 MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
-MAX_DENSE_UNITS, MAX_BESIDE_HELD = 16, 8  # where their addresses are constant steps; beside tiles that are held in registers
+MAX_DENSE_UNITS = 8  # where their addresses are constant steps
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Builder:
     def position(self, op: str) -> int:
         return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
 
-    def polls(self, op: Op, ref: ValueRef, whole: bool) -> dict[str, int]:
-        """Units and extra vectors that a thread polls together while ``op`` gathers ``ref``: all of them, up to a limit, in equal rounds;
+    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
+        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to a limit, in equal rounds;
         whether units lie densely, and whether all threads then have as many (mk::DensePoll)."""
         exchange = self.exchange(ref.value)
         threads = self.schedule.consumer.warps * WARP_THREADS
@@ -48,7 +48,7 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.dense
         each = max(1, ceil_div(units, threads))
-        most = (MAX_BESIDE_HELD if self.held(op) else MAX_DENSE_UNITS) if dense else MAX_UNITS
+        most = MAX_DENSE_UNITS if dense else MAX_UNITS
         at_once = ceil_div(each, ceil_div(each, most))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)

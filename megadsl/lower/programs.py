@@ -319,7 +319,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(op, _at_once(builder, op, ref), whole)
+        polls = builder.polls(_at_once(builder, op, ref), whole)
         into = "registers" if is_direct(op, builder.schedule) else buffers[index]
         yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=whole, **polls)
 
@@ -378,7 +378,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        **builder.polls(op, _unit_features(op), False), "parts_wire": parts.wire,
+        **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
         "holds": builder.held(op) > 0, "direct": is_direct(op, builder.schedule),
     }  # fmt: skip
