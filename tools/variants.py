@@ -1,8 +1,8 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
-scale, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), hint_OP (cache policy), chunk_OP
-(tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
+scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP, hint_OP (cache policy),
+chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
+from megadsl.runtime.program import Replay
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 from megadsl.types import KIB
 
@@ -33,28 +35,33 @@ ROUNDS, REPLAYS = 7, 30
 SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 
 
+OF_ONE: dict[str, Callable[[Any, str], Any]] = {
+    "gather": lambda op, value: op.gather(value),
+    "hint": lambda op, value: op.prefetch(hint=value),
+    "regs": lambda op, value: op.prefetch(registers=int(value)),
+    "chunk": lambda op, value: op.split(chunk=int(value)),
+}
+
+
 def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
     """One override, in the words of mk.schedule."""
     match knob:
-        case "window" | "stages" | "meeting_window":
+        case "window" | "stages" | "meeting_window" | "stage_bytes":
             s.ring("weights", **{knob: int(value)})
         case "warps":
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits" | "sync" | "scale":
+        case "splits" | "sync" | "scale" | "gather":
             apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case "regs":
             for name in (op.name for op in graph.ops if isinstance(op, Linear)):
                 s[name].prefetch(registers=int(value))
-        case _ if knob.startswith("hint_"):
-            s[knob.removeprefix("hint_")].prefetch(hint=value)
-        case _ if knob.startswith("regs_"):
-            s[knob.removeprefix("regs_")].prefetch(registers=int(value))
-        case _ if knob.startswith("chunk_"):
-            s[knob.removeprefix("chunk_")].split(chunk=int(value))
+        case _ if "_" in knob and knob.partition("_")[0] in OF_ONE:
+            kind, _, op = knob.partition("_")
+            OF_ONE[kind](s[op], value)
         case _:
             split_columns(s, graph, knob, value)
 
@@ -64,6 +71,8 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
     for op in graph.ops:
         if knob == "splits" and isinstance(op, Attention):
             s[op.name].split(kv=int(value))
+        if knob == "gather" and isinstance(op, Linear | Attention):
+            s[op.name].gather(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
             s[op.name].scale(value)
         if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:
@@ -77,8 +86,8 @@ def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
     s[op].columns(ways=int(ways))
 
 
-def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int | None) -> Compiled:
-    """The model under the variant's schedule, in place of its own."""
+def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int | None = None) -> Compiled:
+    """The model under the variant's schedule, in place of its own, with caches of ``max_kv`` rows."""
     found, config = load(model, None)
     kernel = mk.kernel(found.function)
     graph = compile_model(model, tokens=tokens).graph
@@ -88,30 +97,17 @@ def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int 
     return compile_model(kernel, config=config, tokens=tokens, max_kv=max_kv)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("variants", nargs="+")
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--kv", type=int, default=512)
-    parser.add_argument("--max-kv", type=int)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    runs: list[tuple[str, Any, Generator]] = []
-    weights: TensorSource | None = None
-    floor_ms = 0.0
-    for text in args.variants:
-        name, _, rest = text.partition(":")
-        compiled = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item), args.max_kv)
-        if weights is None:
-            source = random_weights(compiled.manifest, seed=7, device="cuda")
-            weights = TensorSource({n: source.load(n) for n in needed(compiled.manifest)})
-            floor_ms = 1e3 * floor_seconds(compiled.graph, machine(DEFAULT_ARCH), args.kv)
+def medians(made: Mapping[str, Compiled], tokens: int, kv: int) -> dict[str, float]:
+    """Milliseconds of a step of each, in rounds that all take part in; all on the same random weights."""
+    manifest = next(iter(made.values())).manifest
+    source = random_weights(manifest, seed=7, device="cuda")
+    weights = TensorSource({n: source.load(n) for n in needed(manifest)})
+    runs: list[tuple[str, Replay, Generator]] = []
+    for name, compiled in made.items():
         generator = Generator(compiled, weights, "cuda", progress=False)
-        generator.kv_len = args.kv
-        count = args.tokens
-        masks = [(2 << i) - 1 for i in range(count)]
-        generator.program.control.set_inputs(args.kv, list(range(1, count + 1)), list(range(args.kv, args.kv + count)), masks)
+        generator.kv_len = kv
+        masks = [(2 << i) - 1 for i in range(tokens)]
+        generator.program.control.set_inputs(kv, list(range(1, tokens + 1)), list(range(kv, kv + tokens)), masks)
         runs.append((name, generator.program.capture(), generator))
     times: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     for round_ in range(ROUNDS + 1):
@@ -124,7 +120,25 @@ def main() -> None:
             generator.program.check()
             if round_:
                 times[name].append(begin.elapsed_time(end) / REPLAYS)
-    rows = [{"variant": text, "ms": statistics.median(times[text.partition(":")[0]])} for text in args.variants]
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--kv", type=int, default=512)
+    parser.add_argument("--max-kv", type=int)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    made: dict[str, Compiled] = {}
+    for text in args.variants:
+        name, _, rest = text.partition(":")
+        made[name] = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item), args.max_kv)
+    floor_ms = 1e3 * floor_seconds(next(iter(made.values())).graph, machine(DEFAULT_ARCH), args.kv)
+    times = medians(made, args.tokens, args.kv)
+    rows = [{"variant": text, "ms": times[text.partition(":")[0]]} for text in args.variants]
     for row in rows:
         print(f"{row['variant']:<40} {row['ms']:.4f} ms  {row['ms'] / floor_ms:.3f} x floor")
     if args.out:

@@ -85,7 +85,8 @@ class OpSchedule:
     ``ways``: linears only, parts of the input columns that different blocks multiply (rounding-changing); then ``part_offset``
     rotates the shares of the parts' row groups, ``share_offset`` those of the features that the parts are added to.
     ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
-    rounding-changing)."""
+    rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
+    (rounding-changing); None: the compiler chooses."""
 
     op: str
     loader: str
@@ -96,6 +97,7 @@ class OpSchedule:
     ways: int = 1
     part_offset: int = 0
     scale: str = "before"
+    gather: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,7 @@ class Schedule:
     batch: int  # row groups reduced together
     max_kv: int  # rows each KV cache holds
     scope: str = "step"  # what one launch runs: "step", or "op": a phase of one op, launched as a dependent of the one before
-
-    @property
-    def resident(self) -> int:
-        """Blocks that an SM has room for: two where a launch fills its rings while the one before still works."""
-        return 2 if self.scope == "op" else 1
+    resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:
         return next(o for o in self.ops if o.op == name)

@@ -10,6 +10,8 @@
 //             seven units follow in an extra vector. A vector is its own flag, nothing is ever reset.
 //   Sentinel  whole units; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
 //   Flag      whole units, plain; one release store per block, acquired by each reader before it loads.
+//   Dense     units in the order of their features, without room between blocks: a unit's number is its address. For Sentinel,
+//             where every block owns something.
 // The first two need no fence: a fence waits for every bulk load the SM has in flight.
 #pragma once
 #include "megadsl/layout.h"
@@ -55,6 +57,7 @@ MK_DEV bool flag_covers(const ExchangeShape& e, u32 flag, u32 sequence) { return
 constexpr u32 kLastsPerVector = 7;  // last elements of units in one extra vector
 
 struct Tagged {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = false;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = false;
@@ -75,6 +78,7 @@ struct Tagged {
 };
 
 struct Sentinel {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
@@ -97,6 +101,7 @@ struct Sentinel {
 };
 
 struct Flag {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = true;
@@ -109,6 +114,11 @@ struct Flag {
   MK_DEV static bool ready_f32(u32x4, u32) { return true; }
   MK_DEV static u32 tag_f32(u32x4) { return 0; }
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
+};
+
+template <class Wire>
+struct Dense : Wire {
+  static constexpr bool kDense = true;
 };
 
 // Feature groups [first, first + count) of a value.
@@ -169,26 +179,27 @@ struct Poll {
 };
 
 // The same where units travel whole and all blocks own equally many of them: a unit's place then follows from its number, whoever owns
-// it. kEven: all threads have kUnits units in every round.
-template <u32 kUnits_, bool kEven_>
+// it. kEven: all threads have kUnits units in every round. kSpread: blocks take a thread's units in different orders. All blocks gather
+// at the same time, and what they all want at once comes from one place in L2.
+template <u32 kUnits_, bool kEven_, bool kSpread_ = (kUnits_ > 2)>
 struct DensePoll {
   static constexpr u32 kUnits = kUnits_;
   static constexpr u32 kExtras = 1;
   static constexpr bool kWhole = false;  // no block has nothing to send
   static constexpr bool kDense = true;
   static constexpr bool kEven = kEven_;
+  static constexpr bool kSpread = kSpread_;
 };
 
-// The `i`-th of the items that are dealt out to `threads` threads in turn, kTokens to a group. Where a thread's are all of one token,
-// the compiler sees constant steps.
+// One of the items, kTokens to a group, that are dealt out to `threads` threads in turn; `before` of them, a multiple of the threads,
+// come before the threads' turn. Where a thread's items are all of one token, the compiler sees constant steps.
 template <u32 kTokens>
 struct Dealt {
   u32 item, group, token;
-  MK_DEV Dealt(u32 i, u32 thread, u32 threads) : item(i * threads + thread) {
+  MK_DEV Dealt(u32 before, u32 thread, u32 threads) : item(before + thread) {
     const bool steady = threads % kTokens == 0;
-    const u32 own = thread % threads;  // known to be less: then the compiler can tell its part of an address from that of `i`
-    group = steady ? i * (threads / kTokens) + own / kTokens : item / kTokens;
-    token = steady ? own % kTokens : item % kTokens;
+    group = steady ? before / kTokens + thread / kTokens : item / kTokens;
+    token = steady ? thread % kTokens : item % kTokens;
   }
 };
 
@@ -207,7 +218,9 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(P::kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        silent(P::kWhole && Wire::kWholeUnits && !Wire::kDense && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value
+                   ? context.blocks.value
+                   : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
 
   MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
@@ -217,7 +230,7 @@ struct GatherItems {
     if (d.item >= units) return (d.item - units) * u32(e.vectors);
     u32 group = d.group;
     group += W::pick(wanted.ranges, W::find(wanted.ranges, group)).first;
-    if (P::kDense) return group * kTokens + d.token;
+    if (Wire::kDense || P::kDense) return group * kTokens + d.token;
     const u32 block = owner_of(cx, e, group);
     return block * u32(e.vectors) + (group - share_of(block)) * kTokens + d.token;
   }
@@ -280,7 +293,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   const Items items(cx, e, wanted);
 #pragma unroll 1
   for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
-    const auto unit_item = [&](u32 i) { return Dealt<kTokens>(step * P::kUnits + i, thread, threads); };
+    const auto unit_item = [&](u32 i) { return Dealt<kTokens>((step * P::kUnits + i) * threads, thread, threads); };
     u32 at[kPolls], pending = 0;
     typename Items::Extra extra[P::kExtras];
 #pragma unroll
@@ -319,25 +332,51 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   }
 }
 
-// gather_units of one range of units that lie densely: a thread's are constant steps apart.
-template <class Wire, u32 kTokens, class P, class Unit>
-MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit) {
+// What a gather's threads do while their first polls are under way: nothing.
+struct Idle {
+  static constexpr bool kIdle = true;
+  MK_DEV void operator()() const {}
+};
+// Or `work()`, in a gather of one round: what comes of it then has a value on every path.
+template <class Work>
+struct Meanwhile {
+  static constexpr bool kIdle = false;
+  Work work;
+  MK_DEV void operator()() const { work(); }
+};
+template <class Work>
+Meanwhile(Work) -> Meanwhile<Work>;
+
+// gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
+template <class Wire, u32 kTokens, class P, class Unit, class Beside>
+MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit, Beside beside) {
   static_assert(P::kDense && Wire::kWholeUnits && !Wire::kFlagged, "units that are their own flags");
-  const u32 units = wanted.count * kTokens;
-#pragma unroll 1
-  for (u32 step = 0; step * P::kUnits * threads < units; ++step) {
-    const u32 begin = step * P::kUnits * threads + thread, at = wanted.first * kTokens + begin;
-    const u32x4* from = round.vectors + at;
-    const auto exists = [&](u32 i) { return P::kEven || begin + i * threads < units; };
+  const u32 units = wanted.count * kTokens, size = P::kUnits * threads, steps = ceil_div(units, size);
+  const u32 first_step = P::kSpread ? cx.block / P::kUnits & (steps - 1) : 0, first = P::kSpread ? cx.block % P::kUnits * threads : 0;
+  const auto poll = [&](u32 step) {
+    const u32 turn = step + first_step, begin = (turn < steps ? turn : turn - steps) * size;
+    const auto before = [&](u32 i) {  // each of them once, from `first` on
+      return (P::kUnits & (P::kUnits - 1)) == 0 ? i * threads ^ first : min_u32(i * threads + first, i * threads + first - size);
+    };
+    const u32x4* from = round.vectors + (wanted.first * kTokens + begin + thread);
     u32 pending = (1u << P::kUnits) - 1;
 #pragma unroll
     for (u32 i = 0; i < P::kUnits; ++i)
-      if (!exists(i)) pending &= ~(1u << i);
+      if (!P::kEven && begin + before(i) + thread >= units) pending &= ~(1u << i);
     u32x4 v[P::kUnits] = {};
-    wait<ptx::kPollsAtOnce>(cx, site, at, round.sequence, [&](u32& observed) {
+    if constexpr (!Beside::kIdle) {
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + i * threads);
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
+      beside();
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+    }
+    wait<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
@@ -346,10 +385,14 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
       return pending == 0;
     });
 #pragma unroll
-    for (u32 i = 0; i < P::kUnits; ++i) {
-      const Dealt<kTokens> d(step * P::kUnits + i, thread, threads);
-      if (exists(i)) unit(d.group, d.token, v[i]);
-    }
+    for (u32 i = 0; i < P::kUnits; ++i)
+      if (P::kEven || begin + before(i) + thread < units) unit(begin + before(i), v[i]);
+  };
+  if constexpr (Beside::kIdle) {
+#pragma unroll 1
+    for (u32 step = 0; step < steps; ++step) poll(step);
+  } else {
+    poll(0);
   }
 }
 
@@ -383,6 +426,7 @@ struct Outgoing {
   smem_ptr<char> staged;
   u32 sequence;
   u32 thread, threads;  // those that publish
+  u32 begin, count;     // this block's vectors in a slot
   u32 owned;            // units
   u32 at;               // the thread's first vector, in the arena
   bool first;           // whether something is staged for it
@@ -391,13 +435,14 @@ struct Outgoing {
       : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all) {
     const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
     owned = (own.end - own.begin) * kTokens;
+    begin = Wire::kDense ? own.begin * kTokens : cx.block * u32(e.vectors), count = Wire::kDense ? owned : u32(e.vectors);
     at = ptx::opaque(slot(sequence) + thread);  // opaque: or the compiler would put it off until it is needed
     first = holds(thread);
   }
 
   // First vector of this block in the slot of a round.
   MK_DEV u32 slot(u32 round) const {
-    return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + cx.block * u32(e.vectors);
+    return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + begin;
   }
   MK_DEV bool holds(u32 vector) const {
     return vector < owned || (!Wire::kWholeUnits && vector >= u32(e.units) && (vector - u32(e.units)) * kLastsPerVector < owned);
@@ -429,7 +474,7 @@ struct Outgoing {
     bool stored = first;
     u32 to = at;
 #pragma unroll 1
-    for (u32 i = thread; i < u32(e.vectors); i += threads, to += threads, stored = holds(i)) {
+    for (u32 i = thread; i < count; i += threads, to += threads, stored = holds(i)) {
       u32x4 x = {0, 0, 0, 0};
       if (stored) x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
       chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
@@ -438,7 +483,7 @@ struct Outgoing {
     if (!Wire::kResets) return;
     const u32 ahead = slot(sequence + u32(e.slots) / 2);
 #pragma unroll 1
-    for (u32 i = thread; i < u32(e.vectors); i += threads)
+    for (u32 i = thread; i < count; i += threads)
       ptx::st_relaxed(arena + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
   }
   // Flag: raises the block's flag, behind a barrier after send().

@@ -1,8 +1,10 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
+#include "megadsl/direct.h"
 #include "megadsl/embed.h"
 #include "megadsl/few_rows.h"
 #include "megadsl/head_maps.h"
+#include "megadsl/heads.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"
