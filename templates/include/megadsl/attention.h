@@ -401,7 +401,7 @@ struct AsGathered {
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
 // queries. `heads`: what is made of queries and keys before they are multiplied.
-template <class QkvWire, class PartWire, class T, class P, template <class, bool> class S, bool kHolds, class B, class R, class H = AsGathered>
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
                           const H& heads = {}) {
@@ -425,7 +425,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const u32 row0 = (first_tile + block.warp() % tiles_from(first_tile)) * 16;
 #pragma unroll
       for (u32 r = 0; r < kMasks && unit.fresh; ++r)
-        ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T, kHolds>::row(block.lane(), r)) % B::kTokens);
+        ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % B::kTokens);
     };
     ask_ancestors(0);
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
@@ -443,7 +443,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       }
       const u32 tiles = tiles_from(first_tile), classes = classes_of(tiles), tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
-      S<T, kHolds> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
+      S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       take_chunks<kHolds, T>(block, reader, ring_site, s, kv_len, step.tokens, unit, active ? mine : ~0u, classes,
                              first_tile == 0 ? held_stages : 0, ancestors, meeting, held, state);
       if (active) {

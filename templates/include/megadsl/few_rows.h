@@ -9,7 +9,7 @@
 
 namespace mk {
 
-template <class T, bool>
+template <class T>
 struct FewRows {
   float maximum[2] = {kNoMaximum, kNoMaximum};
   float sum[2] = {0.0f, 0.0f};  // over this lane's rows of the chunks

@@ -182,7 +182,7 @@ def missing_argument(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x, w, eps = start(tokens), mk.weight("norm", HIDDEN), 1e-5
     return head(mk.rms_norm(x, w))
     # MK220 `mk.rms_norm(` | missing 1 required positional argument: 'eps' | call it as
-    # mend: mk.rms_norm(x, w) => «mk.rms_norm(x, w, eps)»
+    # mend: mk.rms_norm(x, w) => «mk.rms_norm(x, w, eps»)
 
 
 @mk.kernel
