@@ -14,6 +14,7 @@ from megadsl.ir.plan import Instr, Plan, Program
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import kept_values, prologue_values, vectors
+from megadsl.lower.packing import bias_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -68,6 +69,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "expr_text": to_text,
         "expr_cuda": _prologue_cuda,
         "epilogue_cuda": _epilogue_cuda,
+        "bias_name": bias_name,
         "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
         "vectors": vectors,
         "gathered": lambda op: prologue_values(op)[0][0],

@@ -30,6 +30,11 @@ def vector_name(op: Linear, arg: str) -> str:
     return f"{op.name}.{arg}"
 
 
+def bias_name(op: Linear) -> str:
+    """Pack record name of a linear's bias."""
+    return f"{op.name}.bias"
+
+
 def plan_packing(graph: Graph) -> Packed:
     """Tables and out-of-loop weights first, then one stretch per layer with everything a layer reads, in reading order."""
     packed = Packed()
@@ -70,7 +75,13 @@ def _records(op: Op) -> list[PackRecord]:
         op.name, "matrix", sources, op.parts[0].weight.per_layer, tiles.groups * GROUP_ROWS, op.columns, tiles.columns_padded,
         tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1,
     )  # fmt: skip
-    return [*found, matrix]
+    return [*found, matrix, *([_bias(op, matrix)] if op.biased else [])]
+
+
+def _bias(op: Linear, matrix: PackRecord) -> PackRecord:
+    """One element for each row of the matrix, in its order."""
+    sources = [PackSource(p.bias.name, p.rows, *_order(p)) for p in op.parts if p.bias is not None]
+    return _record(bias_name(op), "bias", sources, matrix.per_layer, matrix.rows, 1, 1, 1, matrix.rows * 2, interleave=matrix.interleave)
 
 
 def _order(part: Part) -> tuple[str, int]:

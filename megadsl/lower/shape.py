@@ -12,7 +12,7 @@ from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.memory import Memory, copy_name
 from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
+from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, vector_name
 from megadsl.lower.tiling import tiling
 
 LOG2_E = math.log2(math.e)
@@ -127,6 +127,10 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
         found.append(Record("mk::VectorShape", ident(vector.name), words))
         if how.prefetch.registers:
             found.append(Record("mk::i32", f"{ident(vector.name)}_copy", (memory.offset(copy_name(op, arg)),)))
+    if op.biased:
+        bias = packed.find(bias_name(op))
+        words = (bias.offset // OFFSET_UNIT, bias.layer_stride // OFFSET_UNIT, bias.bytes)
+        found.append(Record("mk::VectorShape", ident(bias.name), words))
     return found
 
 

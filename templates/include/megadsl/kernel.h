@@ -1,5 +1,6 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
+#include "megadsl/bias.h"
 #include "megadsl/embed.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
