@@ -20,6 +20,7 @@ from megadsl.ir.plan import Plan
 from megadsl.ir.plan_text import print_plan
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
+from megadsl.lower.launches import entries, sequence
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
@@ -102,7 +103,8 @@ def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> di
         "blocks": state.schedule.blocks,
         "threads": plan.tunables.threads,
         "cluster": 1,
-        "launches_per_step": 1,
+        "entries": entries(plan),
+        "launches": sequence(plan),
         "smem_bytes": plan.smem_bytes,
         "layers": graph.layers,
         "vocab": graph.vocab,

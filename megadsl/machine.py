@@ -18,6 +18,8 @@ class Machine:
     arch: str
     sms: int
     smem_per_block: int  # most dynamic shared memory one block can have
+    smem_per_sm: int
+    smem_reserved: int  # of each block, by the system
     registers_per_sm: int
     registers_per_thread: int  # most that one thread can have
     max_warps_per_block: int
@@ -28,8 +30,14 @@ class Machine:
     features: frozenset[str]
     min_driver: int  # CUDA driver version, cuDriverGetVersion's encoding
 
+    def smem_for(self, resident: int) -> int:
+        """Most dynamic shared memory of a block where ``resident`` of them are to find room on an SM."""
+        return min(self.smem_per_block, self.smem_per_sm // resident - self.smem_reserved)
 
-_HOPPER = frozenset({"bulk_copy", "mbarrier", "cluster", "st_async", "mma_bf16", "relaxed_b128", "l2_bulk_prefetch", "cache_hint"})
+
+_HOPPER = frozenset(
+    {"bulk_copy", "mbarrier", "cluster", "st_async", "mma_bf16", "relaxed_b128", "l2_bulk_prefetch", "cache_hint", "dependent_launch"}
+)
 
 # Figures: CUDA programming guide (limits) and docs/performance.md (bandwidth, hot code: measured on an H200).
 MACHINES: dict[str, Machine] = {
@@ -38,6 +46,8 @@ MACHINES: dict[str, Machine] = {
         arch="sm_90a",
         sms=132,
         smem_per_block=227 * 1024,
+        smem_per_sm=228 * 1024,
+        smem_reserved=1024,
         registers_per_sm=65536,
         registers_per_thread=255,
         max_warps_per_block=32,

@@ -120,7 +120,7 @@ def test_more_layers_show_nothing_new() -> None:
 
 
 BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier() in all, the instruction that lists them)
-    "run_tiles": ("linear.h", 4, "matrix"),
+    "run_tiles": ("linear.h", 3, "matrix"),
     "add_parts": ("parts.h", 1, "add_parts"),
     "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
@@ -160,7 +160,7 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
 
 def test_split_of_cached_rows() -> None:
     assert [attention_unit(3, u, 0)[1:3] for u in range(3)] == [(0, 0)] * 3
-    assert [attention_unit(3, u, 17) for u in range(3, 6)] == [(1, 0, 0, False), (1, 0, 1, False), (1, 1, 2, True)]
+    assert [attention_unit(3, u, 17) for u in range(3, 6)] == [(1, 0, 1, False), (1, 1, 1, False), (1, 1, 2, True)]
 
 
 def test_rounds_are_integers_over_names() -> None:

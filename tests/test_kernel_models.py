@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+import megadsl as mk
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear
-from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.memory import chunk_pieces, pass_groups
 from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
 from tests.kernels import FACTOR, SLACK, attention_of, check, compiled, config, distance, weights_for
+from tests.schedules import everywhere
 
 # Cached rows around the 16 of a chunk.
 EDGES = (0, 1, 15, 16, 17, 31, 33, 100)
@@ -87,6 +89,24 @@ def test_rows_in_several_pieces() -> None:
     made = compiled("llama-tiny", tokens=2, blocks=3, fields=fields, configure=configure)
     assert pieces(made, "qkv_proj") == (2, 2) and pieces(made, "down_proj") == (3, 1)
     check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
+
+
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_normed_columns_in_chunks(tokens: int) -> None:
+    """A norm's scale meets the products, so that its columns may come one chunk after another; at 16 tokens in several passes."""
+
+    def configure(s: ScheduleBlock) -> None:
+        few_stages(s)
+        everywhere(mk.Sentinel())(s)
+        for op in ("qkv_proj", "gate_up_proj", "lm_head"):
+            s[op].split(chunk=1)
+        s["down_proj"].columns(ways=1).split(chunk=1)
+
+    fields = config(hidden_size=1056, intermediate_size=1056, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    made = compiled("llama-tiny", tokens=tokens, blocks=3, fields=fields, configure=configure)
+    assert all(pieces(made, op) == (2, 1) for op in ("qkv_proj", "gate_up_proj", "lm_head"))
+    assert (pass_groups(made.graph.op("gate_up_proj"), made.graph, made.schedule) < 88) == (tokens == 16)
+    check(made, [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
 
 
 def test_split_columns_and_several_passes() -> None:

@@ -37,7 +37,7 @@ def test_a_last_unit_that_is_not_full(name: str, tokens: int) -> None:
 
 def test_two_values_meet_in_one_prologue() -> None:
     made = compiled(load(f"{SPECS / 'shapes.py'}:separate")[0], fields=CONFIG)
-    assert made.manifest["launches_per_step"] == 1
+    assert made.manifest["launches"] == [(0, 0)]
     assert len(made.graph.op("down").prologue.args) == 2  # type: ignore[union-attr]
 
 

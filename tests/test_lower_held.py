@@ -80,7 +80,7 @@ def held_by(name: str, tiles: int) -> Callable[[ScheduleBlock], Any]:
 @pytest.mark.parametrize(
     ("op", "tiles", "tokens", "why", "mend"),
     [
-        ("attention", 1, 1, "it streams no weights of its own", "hold tiles of the linears"),
+        ("attention", 2, 1, "each warp holds one chunk at most, in 32 registers of a thread", "use registers=1 or registers=0"),
         ("embed_tokens", 1, 1, "it streams no weights of its own", "hold tiles of the linears"),
         ("o_proj", 3, 1, "a row group has 2 tiles, which are multiplied in pairs", "use registers=2"),
         ("o_proj", 8, 1, "a tile takes 16 registers of a thread, a batch of row groups has 6", "use at most 6"),

@@ -14,7 +14,8 @@ import megadsl as mk
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Area
 from megadsl.lower.columns import CHUNK_BUDGET
-from megadsl.lower.memory import chunk_pieces, needs_whole_rows, prologue_values
+from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.operands import needs_whole_rows, prologue_values
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import default_schedule
 from megadsl.lower.tiling import tiling

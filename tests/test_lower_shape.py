@@ -125,6 +125,7 @@ def test_linears(name: str) -> None:
         "ways": how.ways,
         "chunk_pieces": s.memory.chunk(name),
         "l2_bytes": 0,
+        "pass_groups": 0,
     }
     if op.loop:
         assert record.layer_stride > 0

@@ -45,6 +45,7 @@ class Gpu:
         self.streams = [Stream(i) for i in range(3)]
         self.now, self.capturing, self.counts = self.streams[0], False, [0]
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.now)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now.cuda_stream, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(99))
         patch.setattr(torch.cuda, "Event", Event)
@@ -69,6 +70,18 @@ def test_a_turn_on_another_stream_waits_for_the_one_before(gpu: Gpu) -> None:
         with queue.turn(), queue.turn():  # a method may call another
             pass
     assert [s.waited for s in gpu.streams] == [[2], [0], [1]] and asked == [1, 2, 0]
+
+
+def test_a_turn_asks_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the way of every launch: one question to torch, and nothing is made, recorded or waited for."""
+    queue, asked = gpu.queue(), []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: asked.append(index) or gpu.now.cuda_stream)
+    for slow in ("current_stream", "Event"):
+        monkeypatch.setattr(torch.cuda, slow, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
+    with queue.turn() as handle:
+        assert handle == gpu.now.cuda_stream
+    assert len(asked) == 1
 
 
 def test_a_capture_takes_no_turn(gpu: Gpu) -> None:
@@ -166,7 +179,7 @@ class Driver:
 def test_a_stream_of_fewer_sms_is_a_diagnostic(sms: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "driver", Driver(1, sms))
     kernel = object.__new__(cuda.CudaKernel)
-    kernel._function, kernel._blocks, kernel._threads, kernel._smem = None, 128, 288, 200_000
+    kernel._functions, kernel._blocks, kernel._threads, kernel._smem = [None], 128, 288, 200_000
     if fits:
         kernel.admit(7)
         return

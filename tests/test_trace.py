@@ -125,7 +125,9 @@ def test_the_table(written: Path) -> None:
         assert row["exposed"]["median"] <= row["wait"]["median"] and row["span"].startswith("llama.py:")
         assert all(row[part]["p10"] <= row[part]["median"] <= row[part]["p90"] for part in ("gap", "wait", "work"))
     assert [layer["layer"] for layer in table["layers"]] == [None, 0, 1, None] and table["lost"] == 0
+    assert 0 < table["first_load"]["median"] < table["step_us"] / 4 and 0 <= table["exit"]["median"] < table["step_us"] / 4
     text = (written / "table.txt").read_text()
+    assert "to a block's first load" in text and "last result to its end" in text
     assert all(name in text for name in PHASES) and "records lost: 0" in text and "exposed" in text
 
 
@@ -218,10 +220,13 @@ def test_what_has_no_room_is_counted(bench: Bench, tmp_path: Path) -> None:
     }
     try:
         bench.run(steps(bench.made, [(70, 1)])[0])
-        raw = bench.program.buffers["trace"].numpy()[: 3 * 3 * (1 + room) * 16]
+        raw = bench.program.buffers["trace"].numpy()[: 3 * 3 * (2 + room) * 16]
         timeline = read_timeline(bench.program.manifest, raw)
-        left = sum(len(r.events) for b in timeline.blocks for r in b.roles.values())
-        assert left + timeline.lost == sum(len(r.events) for b in whole.blocks for r in b.roles.values()) and timeline.lost > 100
+        for block, same in zip(timeline.blocks, whole.blocks, strict=True):
+            for role, records in block.roles.items():
+                count = len(records.events)
+                assert 4 < count <= len(same.roles[role].events) and records.events.tolist() == same.roles[role].events[:count].tolist()
+        assert timeline.lost > 100
         assert write_timeline(bench.program.manifest, raw, tmp_path, layer=0).lost == timeline.lost
         assert f"records lost: {timeline.lost}" in (tmp_path / "table.txt").read_text()
     finally:

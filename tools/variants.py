@@ -1,7 +1,8 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
-scale, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), and a linear's name (parts of its columns).
+scale, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), chunk_OP (tiles of a
+row group between two gathers of its input), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -50,6 +51,8 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
                 s[name].prefetch(registers=int(value))
         case _ if knob.startswith("regs_"):
             s[knob.removeprefix("regs_")].prefetch(registers=int(value))
+        case _ if knob.startswith("chunk_"):
+            s[knob.removeprefix("chunk_")].split(chunk=int(value))
         case _:
             split_columns(s, graph, knob, value)
 

@@ -117,7 +117,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
-    mk::trace_clock(cx);
 
     // qkv_proj: 960 x 576  [llama.py:20]
     {
@@ -318,8 +317,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megakernel(const __grid_constant__ mk::Buffers buffers, const __grid_constant__ Shape s) {
   const smem_ptr<char> smem = mk::ptx::smem_base();
-  if (!mk::may_run(buffers)) return;
   mk::Context cx = mk::enter(buffers, smem.at<u32>(s.step.abort_word), {u32(s.step.blocks), u32(s.step.blocks_inverse)});
+  if (!mk::may_run(buffers)) return;
   const mk::Step step = mk::read_step(buffers, kTokens);
   const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
   if (mk::ptx::thread_id() == 0) {

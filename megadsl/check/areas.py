@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TypeAlias
 
 from megadsl.check.model import Device, Matrix, Step
@@ -136,7 +137,8 @@ class Stream:
 
     def _copies(self, step: Step) -> Iterator[Event]:
         """Reads of all vectors that the op has copied."""
-        args = [arg for arg, _ in vectors(self.device.op(step.instr.op))] if self.device.held(step.instr.op) else []
+        op = step.instr.op
+        args = [arg for arg, _ in vectors(self.device.op(op)) if ident(f"{op}.{arg}") + "_copy" in self.device.records]
         yield from (self._copy(step, arg, False) for arg in args)
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
@@ -148,33 +150,46 @@ class Stream:
             yield Access("kept", begin, size, True, step, self._gathered(step, step.instr.args["value"]))
 
     def _matrix(self, step: Step) -> Iterator[Event]:
-        op, m, batch = step.instr.op, self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        half = self._half()
-        turn = 0
-        for part, begin, end in self.device.parts(op)[self.block]:
+        m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
+        turns = count()
+        for part, begin, end in self.device.parts(step.instr.op)[self.block]:
             own = end - begin
-            for first in range(0, max(own, 1), batch)[:MOST_PASSES]:
-                for chunk in range(part * m.chunks, (part + 1) * m.chunks):
-                    if m.chunks > 1 or first == 0:
-                        if chunk > part * m.chunks:
-                            yield from self._meet(step.instr, "refill")
-                        yield from self._prologue(step, m, chunk)
-                        yield from self._meet(step.instr, "gathered")
-                        yield from self._lasts(step, m, False)
-                        yield from (self._scalars(step, i, True) for i in range(self._scaled(op)))
-                    if own:
-                        yield self._activations(step, m, chunk, 0, False)
-                        own_sums = chunk > part * m.chunks  # each thread adds to its own
-                        yield Access("partials", self.words[2] + turn % 2 * half, half, True, step, (op, step.layer, turn), own=own_sums)
-                yield from self._meet(step.instr, "partials")
-                if turn == 0:
-                    yield from (self._scalars(step, i, False) for i in range(self._scaled(op)))
-                if own:
-                    yield Access("partials", self.words[2] + turn % 2 * half, half, False, step, (op, step.layer, turn))
-                    if not step.instr.args["parts"]:
-                        yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
-                turn += 1
+            groups = m.pass_groups if m.chunks > 1 else max(own, 1)
+            for start in range(0, max(own, 1), groups)[:MOST_PASSES]:
+                for chunk in range(m.chunks):
+                    yield from self._prologue(step, m, part * m.chunks + chunk)
+                    yield from self._meet(step.instr, "gathered")
+                    yield from self._lasts(step, m, False)
+                    ends = chunk + 1 == m.chunks
+                    for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
+                        scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
+                        yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own, scaled)
+                        if own and ends and not step.instr.args["parts"]:
+                            yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
         yield from self._meet(step.instr, "end")
+
+    def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int, scaled: range) -> Iterator[Event]:
+        """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
+        sees whole rows settles the row reductions ``scaled``."""
+        half = self._half()
+        partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.layer, turn))
+        yield from (self._scalars(step, i, True) for i in scaled)
+        if own:
+            yield self._activations(step, m, chunk, 0, False)
+            yield partials
+        yield from self._meet(step.instr, "partials")
+        yield from (self._scalars(step, i, False) for i in scaled)
+        if own:
+            yield _reading(partials)
+        if own and m.chunks > 1:
+            size = 8 * self.device.tokens * 4
+            begin = self.words[7] + first * size
+            size *= min(self.device.plan.tunables.batch, m.pass_groups - first)
+            sums = Access("sums", begin, size, True, step, (step.instr.op, step.layer, "sums", first), own=True)
+            if chunk % m.chunks:
+                yield _reading(sums)
+            if chunk % m.chunks + 1 < m.chunks:
+                yield sums
 
     def _add_parts(self, step: Step) -> Iterator[Event]:
         if own := self._share(str(self.device.op(step.instr.op).out)):

@@ -6,6 +6,7 @@ import time
 
 from megadsl.check.budgets import check_budgets
 from megadsl.check.clocks import check_exchanges
+from megadsl.check.launches import check_launches
 from megadsl.check.memory import check_memory
 from megadsl.check.model import Device
 from megadsl.check.report import Findings, Report
@@ -17,7 +18,7 @@ from megadsl.machine import Machine, machine
 
 
 def check_plan(plan: Plan, on: Machine | None = None) -> Report:
-    """Prove the synchronisation of ``plan``, for ``on`` (default: the machine its schedule names). Codes MK500 to MK550.
+    """Prove the synchronisation of ``plan``, for ``on`` (default: the machine its schedule names). Codes MK500 to MK561.
 
     Findings are complete per kind and op: the first counterexample of each. Never raises for what a plan does wrong.
     """
@@ -26,7 +27,8 @@ def check_plan(plan: Plan, on: Machine | None = None) -> Report:
     proved = [*check_shares(device, findings), *check_wires(device, findings)]
     # The rest plays the programs, which makes sense only for blocks that agree on who owns what and how it travels.
     if not findings.found:
-        proved += [*check_exchanges(device, findings), *check_memory(device, findings), *check_rings(device, findings)]
+        proved += [*check_exchanges(device, findings), *check_memory(device, findings)]
+        proved += check_rings(device, findings) if plan.schedule.scope == "step" else check_launches(device, findings)
     proved += check_budgets(device, on or machine(plan.schedule.arch), findings)
     lines = () if findings.found else tuple(proved)
     return Report(tuple(findings.found), time.perf_counter() - begin, lines)

@@ -107,6 +107,10 @@ class Clocks:
         blocks = np.flatnonzero(mask)
         self.known[blocks, blocks] = now
 
+    def join(self, by: Step) -> None:
+        """All that earlier launches did is over."""
+        self.known[:] = self.pending[:] = self.at(shown(by.instr, by.layer))
+
     def read_control(self, what: str, mask: Bools, by: Step) -> None:
         self.control[what] = Read(mask, self.at(shown(by.instr, by.layer)), by)
 
@@ -254,6 +258,10 @@ class Player:
     def _barrier(self, instr: Instr, *names: str, mask: Bools | None = None) -> None:
         if self._meets(instr, *names):
             self.clocks.barrier(self.clocks.everybody if mask is None else mask)
+
+    def _join_launch(self, step: Step) -> None:
+        self.clocks.join(step)
+        self.clocks.read_control("kv_len and epoch", self.clocks.everybody, step)
 
     def _embed(self, step: Step) -> None:
         self.clocks.read_control("token_ids", self.clocks.everybody, step)

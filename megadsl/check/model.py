@@ -38,6 +38,7 @@ class Matrix:
     pieces: int
     ways: int
     chunk_pieces: int
+    pass_groups: int
 
     @property
     def chunks(self) -> int:
@@ -101,7 +102,7 @@ class Device:
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11])
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[13])
 
     def held(self, op: str) -> int:
         """Tiles that the products of a linear take from registers, at most."""
@@ -158,7 +159,8 @@ def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, 
     """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
     head, split = divmod(unit, splits)
     chunks = ceil_div(kv_len, CHUNK_ROWS)
-    return head, chunks * split // splits, chunks * (split + 1) // splits, split + 1 == splits
+    last, fresh = max(chunks, 1) - 1, split + 1 == splits
+    return head, min((chunks + 1) * split // splits, last), chunks if fresh else min((chunks + 1) * (split + 1) // splits, last), fresh
 
 
 def evaluate(expression: str, names: dict[str, int]) -> int:

@@ -21,7 +21,7 @@ from megadsl.check.model import Device, Step, attention_unit
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
-from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces
+from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces, pass_groups
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
@@ -105,9 +105,10 @@ class Block:
         linear = self.device.op(op)
         pieces, ways = (m.pieces, m.ways) if loader else (tiling(linear).pieces, plan.schedule.op(op).ways)
         chunk = m.chunk_pieces if loader else chunk_pieces(linear, plan.graph, plan.schedule)
+        groups = m.pass_groups if loader else pass_groups(linear, plan.graph, plan.schedule)
         runs: list[tuple[int, int]] = []
         for part, begin, end in self.device.parts(op)[self.block]:
-            step = plan.tunables.batch if chunk * ways < pieces else max(1, end - begin)
+            step = groups if chunk * ways < pieces else max(1, end - begin)
             for first in range(begin, end, step):
                 for at in range(part * pieces // ways, (part + 1) * pieces // ways, chunk):
                     runs.extend((group * pieces + at, chunk) for group in range(first, min(first + step, end)))
@@ -398,7 +399,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
 
 
 def _tape_entries(device: Device, program: Program) -> int:
-    """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a batch and chunk of it."""
+    """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a pass and chunk of it."""
     most = 0
     for block in block_kinds(device):
         entries = 0
@@ -410,7 +411,7 @@ def _tape_entries(device: Device, program: Program) -> int:
 
 def _entries(device: Device, block: int, step: Step) -> int:
     if step.instr.call != "load_matrix":
-        return 1
+        return int(step.instr.call != "join_launch")
     m = device.matrix(step.instr.op)
     own = [last - first for _, first, last in device.parts(step.instr.op)[block]]
-    return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, device.plan.tunables.batch) * m.chunks for n in own)
+    return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, m.pass_groups) * m.chunks for n in own)

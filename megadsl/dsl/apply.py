@@ -18,6 +18,7 @@ from megadsl.dsl.overrides import (
     SetRing,
     SetRole,
     SetScale,
+    SetScope,
     SetSplit,
     SetSync,
 )
@@ -41,7 +42,7 @@ NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV ran
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
-_ORDER = (SetRole, SetRing, SetCount, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (SetRole, SetRing, SetCount, SetScope, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides) -> Schedule:
@@ -69,6 +70,8 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return replace(schedule, batch=record.value)
         case SetCount():
             return replace(schedule, max_kv=record.value)
+        case SetScope():
+            return replace(schedule, scope=record.scope)
         case SetSync():
             return _sync(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():

@@ -21,6 +21,14 @@ class SetCount:
 
 
 @dataclass(frozen=True)
+class SetScope:
+    """What one launch runs."""
+
+    scope: str
+    span: Span
+
+
+@dataclass(frozen=True)
 class SetRole:
     """Warps of a role. With ``kind`` the role need not exist: it is added."""
 
@@ -85,7 +93,7 @@ class SetSync:
     span: Span
 
 
-Override: TypeAlias = SetCount | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+Override: TypeAlias = SetCount | SetScope | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,8 @@ def _decision(record: Override) -> tuple[str, set[str]]:
     match record:
         case SetCount():
             return "", {record.field}
+        case SetScope():
+            return "", {"scope"}
         case SetRole():
             return record.role, {"warps", "kind"}
         case SetRing():

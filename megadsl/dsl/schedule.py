@@ -19,6 +19,7 @@ from megadsl.dsl.overrides import (
     SetRing,
     SetRole,
     SetScale,
+    SetScope,
     SetSplit,
     SetSync,
 )
@@ -35,6 +36,7 @@ BAD_CHOICE = declare("MK151", "{what} = {value!r} is not known", "choose one of:
 HINTS = ("evict_first", "evict_normal", "evict_last")
 KINDS = ("loader", "consumer")
 SCALES = ("before", "after")
+SCOPES = ("step", "op")
 
 
 class _Keep:
@@ -95,6 +97,13 @@ class ScheduleBlock:
     def max_kv(self, n: int) -> None:
         """Rows that each KV cache holds. Bit-identical."""
         self._count("max_kv", n, caller_span())
+
+    def launch(self, scope: str) -> None:
+        """What one launch runs: "step", the megakernel; "op": one op of one layer, each a dependent of the launch before
+        (programmatic dependent launch), whose rings fill while that one still works. Bit-identical."""
+        span = caller_span()
+        self.choice("launch scope", scope, SCOPES, span)
+        self.record(SetScope(scope, span))
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""
@@ -166,7 +175,8 @@ class OpHandle:
         """Where this op's weights go before they are needed. Bit-identical.
 
         smem: "ring" takes them as early as the ring has room, None only once the op has begun. registers: tiles of a
-        linear that the consumers take from the ring before they wait for its input, None as many as the compiler thinks good.
+        linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
+        its input, None as many as the compiler thinks good.
         l2: bytes of each block's share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint:
         evict_first, evict_normal, evict_last.
         """

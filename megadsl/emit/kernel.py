@@ -10,9 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
-from megadsl.ir.plan import Instr, Plan, Program
+from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
-from megadsl.lower.memory import chunk_pieces
+from megadsl.lower.launches import launches
+from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_name
 from megadsl.lower.programs import instructions
@@ -50,6 +51,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "tiling": tiling,
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
+        "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
+        "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
@@ -60,7 +63,10 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
-        "hints": _hints,
+        "poll_type": _poll_type,
+        "hints": lambda program: _hints(program.body),
+        "launches": launches(plan),
+        "phase_hints": lambda phase: _hints((phase,)),
         "op_index": ops.index,
         "kept_values": kept_values,
         "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),
@@ -78,6 +84,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "terms_cuda": lambda op, expr: to_cuda(expr, {name: f"{ident(name)}_" for name, _ in prologue_values(op)}, {}),
         "scale_cuda": _scale_cuda,
         "operand_cuda": _operand_cuda,
+        "rotates": lambda phase: any(i.args.get("rope") is not None for i in phase.body),
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
@@ -87,12 +94,23 @@ def _camel(name: str) -> str:
     return "".join(word.capitalize() for word in ident(name).split("_"))
 
 
+def _poll_type(instr: Instr) -> str:
+    args = instr.args
+    if args["dense"]:
+        return f"mk::DensePoll<{args['units']}, {_bool(args['even'])}>"
+    return f"mk::Poll<{args['units']}, {args['extras']}, {_bool(args.get('whole', False))}>"
+
+
+def _bool(value: object) -> str:
+    return "true" if value else "false"
+
+
 def _unknown(instr: Instr) -> str:
     raise AssertionError(f"no template prints the instruction {instr.call!r} of {instr.op!r}")
 
 
-def _hints(program: Program) -> list[str]:
-    found = {str(i.args["hint"]) for i in instructions(program.body) if "hint" in i.args}
+def _hints(items: tuple[Item, ...]) -> list[str]:
+    found = {str(i.args["hint"]) for i in instructions(items) if "hint" in i.args}
     return sorted(found)
 
 

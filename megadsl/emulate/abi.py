@@ -134,6 +134,8 @@ class LaunchArgs(ctypes.Structure):
         ("threads", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
         ("smem_bytes", ctypes.c_uint32),
+        ("kernel", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("step_limit", ctypes.c_uint64),
         ("policy", ctypes.c_uint64),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,15 @@ class LaunchReport:
     changes: int = 0
     hung: bool = False
 
+    @staticmethod
+    def of(reports: Sequence[LaunchReport]) -> LaunchReport:
+        """Those of one step's launches as one: counts added, races and points one after the other, the rest of the last."""
+        counts = ("steps", "collectives", "parks", "copies", "races_found", "observed", "refilled", "stale", "changes")
+        lists = ("races", "points")
+        added = {name: sum(getattr(r, name) for r in reports) for name in counts}
+        joined = {name: tuple(item for r in reports for item in getattr(r, name)) for name in lists}
+        return replace(reports[-1], **added, **joined)
+
 
 class Emulator:
     """A library from :func:`megadsl.build.host.build_library`; ``source`` is the text it was made from, for reports of races."""
@@ -95,6 +104,8 @@ class Emulator:
         policy: int = 0,
         mutant: Mutant | None = None,
         record_points: bool = False,
+        kernel: int = 0,
+        layer: int = 0,
     ) -> LaunchReport:
         """Run one launch to its end.
 
@@ -102,6 +113,7 @@ class Emulator:
         buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
         accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
         same seed, ``policy`` (an abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
+        ``kernel`` and ``layer`` say which launch of a step it is, where that is several (the manifest's ``launches``).
         ``mutant`` and ``record_points`` are for builds with the race detector; others take no notice.
 
         A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
@@ -123,6 +135,8 @@ class Emulator:
             threads=manifest["threads"],
             cluster=manifest.get("cluster", 1),
             smem_bytes=manifest["smem_bytes"],
+            kernel=kernel,
+            layer=layer,
             seed=seed,
             step_limit=step_limit or (mutant.step_limit if mutant is not None else 0),
             policy=Policy(policy),

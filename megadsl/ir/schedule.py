@@ -43,8 +43,8 @@ class Prefetch:
     """Where an op's weights go before they are needed.
 
     smem: the ring takes them as early as it has room (else only once the op has begun).
-    registers: so many of the block's first tiles move from the ring into registers before the op's input is waited for; None:
-    the compiler chooses.
+    registers: so many of the block's first tiles (of an attention: of each warp's cached chunks, 0 or 1) move from the ring into
+    registers before the op's input is waited for; None: the compiler chooses.
     l2_bytes: this many bytes of the block's share are prefetched into L2 when the loader reaches ``ahead_of``.
     hint: cache policy of the stream, "evict_first" | "evict_normal" | "evict_last".
     """
@@ -119,6 +119,12 @@ class Schedule:
     edges: tuple[EdgeSchedule, ...]
     batch: int  # row groups reduced together
     max_kv: int  # rows each KV cache holds
+    scope: str = "step"  # what one launch runs: "step", or "op": a phase of one op, launched as a dependent of the one before
+
+    @property
+    def resident(self) -> int:
+        """Blocks that an SM has room for: two where a launch fills its rings while the one before still works."""
+        return 2 if self.scope == "op" else 1
 
     def op(self, name: str) -> OpSchedule:
         return next(o for o in self.ops if o.op == name)

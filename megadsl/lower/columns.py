@@ -13,6 +13,7 @@ from megadsl.types import KIB, ceil_div
 
 CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in parts or column chunks rather than squeezing the ring
 PART_BYTES = 4  # of a part of a product: fp32
+SUMS_BUDGET = 16 * KIB  # of products with some chunks of the columns, while the next chunk is gathered
 
 
 def share_begin(n: int, parts: int, offset: int, i: int) -> int:
@@ -67,11 +68,17 @@ def default_ways(op: Linear, blocks: int, tokens: int, batch: int) -> int:
     return min(ways, key=lambda w: polled_bytes(op, w, blocks, tokens, batch))
 
 
+def groups_between_gathers(own: int, tokens: int, batch: int) -> int:
+    """Row groups that one gather of a chunk serves, in a block that has ``own``: as many as keep their sums, in whole batches."""
+    most = max(1, SUMS_BUDGET // (GROUP_ROWS * tokens * PART_BYTES))
+    return min(max(own, 1), most if most < batch else most // batch * batch)
+
+
 def polled_bytes(op: Linear, ways: int, blocks: int, tokens: int, batch: int) -> int:
     """About what the busiest block polls of the op's input and of its parts."""
     tiles, operands = tiling(op), len(prologue_values(op))
     own = ceil_div(tiles.shares * ways, blocks) * tiles.fold
     part = tiles.columns_padded // ways * tokens * 2 * operands
-    times = 1 if part <= CHUNK_BUDGET else ceil_div(min(own, tiles.groups), batch)  # in chunks, each batch gathers anew
+    times = 1 if part <= CHUNK_BUDGET else ceil_div(min(own, tiles.groups), groups_between_gathers(own, tokens, batch))
     added = ceil_div(tiles.shares, blocks) * tiles.fold * GROUP_ROWS * tokens * PART_BYTES * ways if ways > 1 else 0
     return part * times * min(ways, ceil_div(own, tiles.groups)) + added

@@ -11,7 +11,7 @@ from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.exchanges import is_local, sharing
-from megadsl.lower.memory import block_parts, chunk_pieces, own_groups, own_part_groups
+from megadsl.lower.memory import block_parts, chunk_pieces, own_groups, own_part_groups, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import machine
@@ -172,7 +172,7 @@ def _whole(plan: Plan, e: Exchange) -> int:
 
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     """A prologue's operand: at once, or those parts of its columns that a block multiplies, each at once or in chunks that
-    every batch of row groups gathers anew."""
+    every pass of row groups gathers anew."""
     tiles, chunk, ways = tiling(op), chunk_pieces(op, plan.graph, plan.schedule), plan.schedule.op(op.name).ways
     if chunk == tiles.pieces:
         whole = ref.features == plan.graph.value(ref.value).features
@@ -182,7 +182,7 @@ def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     for part in range(ways):
         starts = range(part * pieces * tiles.tile_columns, min((part + 1) * pieces * tiles.tile_columns, ref.features), width)
         once.append(sum(_spanned(plan, e, ref.begin + at, ref.begin + min(at + width, ref.features)) for at in starts))
-    again = plan.schedule.batch if chunk < pieces else tiles.groups
+    again = pass_groups(op, plan.graph, plan.schedule) or tiles.groups
     found = [[(part, max(1, ceil_div(last - first, again))) for part, first, last in parts] for parts in block_parts(op, plan.schedule)]
     return max(sum(once[part] * times for part, times in parts) for parts in found)
 

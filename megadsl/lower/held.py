@@ -1,4 +1,4 @@
-"""How many of a linear's first tiles its consumers hold in registers while they wait for its input.
+"""How many of a linear's first tiles, or of an attention's first chunks, consumers hold in registers while they wait for its input.
 
 Around the hand-offs between blocks the ring is full and HBM idles. A tile that moves on into registers makes room for another copy.
 """
@@ -9,11 +9,13 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Graph, Linear, Op
+from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_part_groups
 from megadsl.lower.operands import vectors
+from megadsl.lower.programs import query_tiles
 from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
+from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
@@ -23,6 +25,8 @@ NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why
 KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
+CHUNK_REGISTERS = 32  # beside the attention's own; nvcc 13.0 spills where it is 64
+REGISTER_BYTES = 4
 REGISTER_UNIT = 8  # registers are given to a thread in eights
 
 
@@ -46,10 +50,22 @@ def tile_registers(op: Linear, warps: int) -> int:
     return ceil_div(tiling(op).tile_columns // PANEL, warps) * VECTOR_REGISTERS
 
 
+def chunk_registers(op: Attention) -> int:
+    """Registers of a thread that hold its part of 16 cached rows, keys and values."""
+    return 2 * op.head_dim * CHUNK_ROWS * 2 // (WARP_THREADS * REGISTER_BYTES)
+
+
+def _frees_stages(op: Attention, tokens: int, schedule: Schedule) -> bool:
+    """Whether the warps' first chunks fill a stage. With more query rows than one tile has, polls and tiles take the registers."""
+    stage = schedule.ring(schedule.op(op.name).loader).stage_bytes
+    return query_tiles(op, tokens) == 1 and schedule.consumer.warps * CHUNK_ROWS * op.head_dim * 4 >= stage
+
+
 def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
     """Registers that a thread has beyond ``needed``."""
     threads = sum(r.warps for r in schedule.roles) * WARP_THREADS
-    return min(machine.registers_per_thread, machine.registers_per_sm // threads // REGISTER_UNIT * REGISTER_UNIT) - needed
+    most = machine.registers_per_sm // (threads * schedule.resident) // REGISTER_UNIT * REGISTER_UNIT
+    return min(machine.registers_per_thread, most) - needed
 
 
 def _splits_a_pair(op: Linear, tiles: int) -> bool:
@@ -65,6 +81,8 @@ def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
 
 def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     """As many as every block has and the kernel leaves registers for, where the op finds the ring full and its vectors find room."""
+    if isinstance(op, Attention):
+        return int(chunk_registers(op) <= CHUNK_REGISTERS and _frees_stages(op, graph.tokens, schedule))
     if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return 0
     if _before(graph, schedule, op) > machine.smem_per_block or (vectors(op) and not copies_fit(op, graph, schedule)):
@@ -92,6 +110,10 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
     def refuse(why: str, how: str) -> None:
         found.add(NOT_HELD, span, op=op.name, tiles=tiles, why=why, how=how)
 
+    if isinstance(op, Attention):
+        if tiles > 1 or chunk_registers(op) > _spare(schedule, machine, MIN_REGISTERS):
+            refuse(f"each warp holds one chunk at most, in {chunk_registers(op)} registers of a thread", "use registers=1 or registers=0")
+        return
     if not isinstance(op, Linear):
         refuse("it streams no weights of its own", "hold tiles of the linears")
         return

@@ -11,10 +11,10 @@ from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Area, Exchange
-from megadsl.ir.schedule import Ring, Schedule
-from megadsl.lower.columns import CHUNK_BUDGET, largest_share, part_shares, parts_of, share_begin
+from megadsl.ir.schedule import Ring, Schedule, Tagged
+from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
-from megadsl.lower.operands import kept_values, needs_whole_rows, prologue_values, vectors
+from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -77,12 +77,15 @@ def plan_memory(
             areas.append(Area(name, end, size, overlay=True))
             end += round_up(size, 128)
         at = max(at, end)
-    for op in (op for op in graph.ops if isinstance(op, Linear) and schedule.op(op.name).prefetch.registers):
+    sums = overlay
+    for op in (op for op in graph.ops if isinstance(op, Linear)):
         end = overlay + _input_bytes(op, graph, schedule, chunks)
-        for arg, _ in vectors(op):
+        for arg, _ in vectors(op) if copies_vectors(op, graph, schedule) else ():
             areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
             end += round_up(copy_bytes(op), 128)
-        at = max(at, end)
+        at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) else sums)
+    areas.append(Area("sums", sums, _sums_bytes(graph, schedule), overlay=True))
+    at = max(at, sums + round_up(areas[-1].bytes, 128))
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
@@ -120,12 +123,29 @@ def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
     tiles, chosen, ways = tiling(op), schedule.op(op.name).chunk, schedule.op(op.name).ways
     if chosen:
         return chosen
-    if needs_whole_rows(op):
+    if not takes_chunks(op, schedule):
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
     pieces = tiles.pieces // ways
     fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
     return max(fitting, default=1)
+
+
+def column_chunks(op: Linear, graph: Graph, schedule: Schedule) -> int:
+    """Gathers of an op's input, of each part of the columns, that follow each other."""
+    return tiling(op).pieces // schedule.op(op.name).ways // chunk_pieces(op, graph, schedule)
+
+
+def pass_groups(op: Linear, graph: Graph, schedule: Schedule) -> int:
+    """Row groups that each of several chunks serves before the next is gathered; 0 where there is one."""
+    if column_chunks(op, graph, schedule) == 1:
+        return 0
+    return groups_between_gathers(own_part_groups(op, schedule), graph.tokens, schedule.batch)
+
+
+def copies_vectors(op: Linear, graph: Graph, schedule: Schedule) -> bool:
+    """Whether an op's vectors leave the ring before its input comes: for the tiles behind them to be held, or for all chunks to read."""
+    return bool(vectors(op)) and (bool(schedule.op(op.name).prefetch.registers) or column_chunks(op, graph, schedule) > 1)
 
 
 def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], chunks: dict[str, int]) -> Iterator[tuple[str, int]]:
@@ -136,13 +156,13 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     for role, ring in schedule.rings:
         yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
-        yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, schedule, chunks) for op in loaded)
+        yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, graph, schedule) for op in loaded)
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
     yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     linears = [op for op in graph.ops if isinstance(op, Linear)]
     yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
     batch = schedule.batch * warps * tokens * GROUP_ROWS * 4
-    yield "partials", batch + max(batch, *(last_bytes(op, tokens) for op in linears))
+    yield "partials", batch + max(batch, *(last_bytes(op, schedule, tokens) for op in linears))
     yield "staged", max((e.vectors for e in exchanges if e.dtype == "bf16"), default=0) * UNIT_BYTES
     remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
     yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
@@ -156,12 +176,13 @@ def row_parts(op: Linear, tokens: int, warps: int) -> int:
     return warps if op.factored is not None else max(1, warps // min(tokens, warps))
 
 
-def last_bytes(op: Linear, tokens: int) -> int:
-    """Last elements of a factored operand's units, which wait for their rows' other elements."""
-    return ceil_div(op.columns, GROUP_ROWS) * tokens * 2 if op.factored is not None else 0
+def last_bytes(op: Linear, schedule: Schedule, tokens: int) -> int:
+    """Last elements of a factored operand's units, which wait for their rows' other elements where tags push them out."""
+    apart = any(isinstance(schedule.edge(ref.value).sync, Tagged) for _, ref in prologue_values(op))
+    return ceil_div(op.columns, GROUP_ROWS) * tokens * 2 if op.factored is not None and apart else 0
 
 
-def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
+def _entries(op: Op, graph: Graph, schedule: Schedule) -> int:
     """Most tape entries any block needs for an op: its runs, its vectors, a gate and a prefetch where the schedule has them."""
     if isinstance(op, Embed):
         return 0
@@ -169,14 +190,19 @@ def _entries(op: Op, schedule: Schedule, chunks: dict[str, int]) -> int:
     others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
     if isinstance(op, Attention):
         return 1 + others
-    return _runs(op, schedule, chunks[op.name]) + len(vectors(op)) + others
+    return _runs(op, graph, schedule) + len(vectors(op)) + others
 
 
-def _runs(op: Linear, schedule: Schedule, chunk: int) -> int:
-    """Most runs of tiles any block streams: one for each part of the columns; in chunks, one for each batch and chunk of it."""
-    chunks = tiling(op).pieces // schedule.op(op.name).ways // chunk
+def _sums_bytes(graph: Graph, schedule: Schedule) -> int:
+    groups = max((pass_groups(op, graph, schedule) for op in graph.ops if isinstance(op, Linear)), default=0)
+    return groups * GROUP_ROWS * graph.tokens * 4
+
+
+def _runs(op: Linear, graph: Graph, schedule: Schedule) -> int:
+    """Most runs of tiles any block streams: one for each part of the columns; in chunks, one for each pass and chunk of it."""
+    chunks, groups = column_chunks(op, graph, schedule), pass_groups(op, graph, schedule)
     each = ((last - first for _, first, last in parts) for parts in block_parts(op, schedule))
-    return max(sum(min(n, 1) if chunks == 1 else ceil_div(n, schedule.batch) * chunks for n in parts) for parts in each)
+    return max(sum(min(n, 1) if chunks == 1 else ceil_div(n, groups) * chunks for n in parts) for parts in each)
 
 
 def block_parts(op: Linear, schedule: Schedule) -> list[list[tuple[int, int, int]]]:
@@ -237,7 +263,7 @@ def _rings(
     """Rings the user sized come first; one ring may be left open and takes all the rest."""
     at = round_up(used, 128)
     sized = {role: ring for role, ring in schedule.rings if ring.stages}
-    left = machine.smem_per_block - at - sum(r.stages * r.stage_bytes for r in sized.values())
+    left = machine.smem_for(schedule.resident) - at - sum(r.stages * r.stage_bytes for r in sized.values())
     open_rings = [(role, ring) for role, ring in schedule.rings if not ring.stages]
     rings: list[tuple[str, Ring]] = []
     placed = list(areas)
@@ -247,15 +273,15 @@ def _rings(
         placed.append(Area(f"ring.{role}", at, stages * ring.stage_bytes))
         at += stages * ring.stage_bytes
     short = any(r.stages < MIN_STAGES for role, r in rings if role not in sized)
-    if at > machine.smem_per_block or short:
+    if at > machine.smem_for(schedule.resident) or short:
         need = at + (MIN_STAGES * max(r.stage_bytes for _, r in rings) if short else 0)
         ring_bytes = sum(r.stages * r.stage_bytes for r in sized.values())
         stage = max(r.stage_bytes for _, r in rings)
-        room = max(0, machine.smem_per_block - (at - ring_bytes))
+        room = max(0, machine.smem_for(schedule.resident) - (at - ring_bytes))
         fit, smaller = room // stage, room // MIN_STAGES // STAGE_UNIT * STAGE_UNIT
         how = f"at most {fit} ring stages" if fit >= MIN_STAGES else f"stages of at most {smaller} bytes"
         table = "\n".join(f"    {a.name:<24} {a.bytes:>8} bytes{' (overlay)' if a.overlay else ''}" for a in placed)
-        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_per_block, how=how)
+        raise error(DOES_NOT_FIT, span, table, need=need, arch=machine.arch, have=machine.smem_for(schedule.resident), how=how)
     return tuple(rings), placed, at
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Fused, Linear, ValueRef, WeightRef
+from megadsl.ir.schedule import Schedule, Tagged
 
 
 def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
@@ -21,6 +22,15 @@ def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
 def needs_whole_rows(op: Linear) -> bool:
     """A prologue with reductions or vector operands must see all columns at once."""
     return bool(reductions(op.prologue.expr)) or len(op.prologue.args) > len(prologue_values(op))
+
+
+def takes_chunks(op: Linear, schedule: Schedule) -> bool:
+    """Whether the columns of the operand may come one after another: it needs no reduction, or has its row scale meet the products,
+    and its last elements travel with the others, for those that come apart wait where a later chunk's sums meet."""
+    if not needs_whole_rows(op):
+        return True
+    tagged = any(isinstance(schedule.edge(ref.value).sync, Tagged) for _, ref in prologue_values(op))
+    return schedule.op(op.name).scale == "after" and not tagged
 
 
 def vectors(op: Linear) -> list[tuple[str, WeightRef]]:

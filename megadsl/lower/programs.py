@@ -10,7 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
-from megadsl.lower.memory import copy_name, least_groups, own_groups
+from megadsl.lower.memory import copies_vectors, copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_name, vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -19,6 +19,7 @@ from megadsl.types import Level, ceil_div
 
 WARP_THREADS = 32
 MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
+MAX_DENSE_UNITS, MAX_BESIDE_HELD = 16, 8  # where their addresses are constant steps; beside tiles that are held in registers
 
 
 @dataclass
@@ -42,18 +43,27 @@ class Builder:
     def position(self, op: str) -> int:
         return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
 
-    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
-        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to MAX_UNITS units."""
+    def polls(self, op: Op, ref: ValueRef, whole: bool) -> dict[str, int]:
+        """Units and extra vectors that a thread polls together while ``op`` gathers ``ref``: all of them, up to a limit, in equal rounds;
+        whether units lie densely, and whether all threads then have as many (mk::DensePoll)."""
         exchange = self.exchange(ref.value)
         threads = self.schedule.consumer.warps * WARP_THREADS
         units = ceil_div(ref.features, GROUP_ROWS) * self.graph.tokens
         if whole and exchange.groups < exchange.owners and exchange.wire != "Tagged":
             units += exchange.owners  # blocks that own nothing are asked for their presence
-        at_once = max(1, min(MAX_UNITS, ceil_div(units, threads)))
+        dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
+        each = max(1, ceil_div(units, threads))
+        most = (MAX_BESIDE_HELD if self.held(op) else MAX_DENSE_UNITS) if dense else MAX_UNITS
+        at_once = ceil_div(each, ceil_div(each, most))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
-        return {"units": at_once, "extras": max(1, ceil_div(extras, threads * rounds))}
+        return {
+            "units": at_once,
+            "extras": max(1, ceil_div(extras, threads * rounds)),
+            "dense": dense,
+            "even": units % (threads * at_once) == 0,
+        }
 
     def site_of(self, role: str, op: Op, arg: str = "") -> int:
         """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
@@ -63,8 +73,12 @@ class Builder:
         return self.full[key]
 
     def held(self, op: Op) -> int:
-        """Tiles that the consumers take before the op's input is there."""
+        """Tiles (of an attention: chunks of each warp) that the consumers take before the op's input is there."""
         return self.schedule.op(op.name).prefetch.registers or 0
+
+    def copies(self, op: Linear) -> bool:
+        """Whether the op's vectors leave the ring before its input comes."""
+        return copies_vectors(op, self.graph, self.schedule)
 
     def gated(self, op: Op) -> bool:
         return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
@@ -139,6 +153,8 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     site = builder.site(role, op.name, "ring.empty", "parity of the slot's round before", op.span)
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
+        if builder.schedule.scope == "op":
+            yield _join(op)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -150,7 +166,24 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
+_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
+
+
+def _join(op: Op) -> Instr:
+    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
+    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
+
+
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
+    for phase in _own_phases(builder, op, role):
+        if builder.schedule.scope == "op":
+            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
+            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
+        else:
+            yield phase
+
+
+def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     match op:
         case Embed():
             yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
@@ -233,6 +266,8 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
 def _follower(builder: Builder, op: Attention) -> Linear | None:
     """The linear that begins before the splits of ``op`` are added: no other stage of its ring comes between, and it copies no
     vectors, for which the block would have to meet first."""
+    if builder.schedule.scope == "op":
+        return None
     after = builder.position(op.name) + 1
     found = builder.graph.ops[after] if after < len(builder.graph.ops) else None
     return found if isinstance(found, Linear) and found.loop == op.loop and not vectors(found) else None
@@ -259,14 +294,14 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     sites = {arg: builder.site_of(role, op, arg) for arg in (*(arg for arg, _ in vectors(op)), "")}
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
-    if not tiles:
-        return
-    for arg, _ in vectors(op):
+    for arg, _ in vectors(op) if builder.copies(op) else ():
         copy = Region("smem", copy_name(op, arg), Level.BLOCK)
         args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
         yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (ring,), (copy,), args=args)
-    if vectors(op):
+    if builder.copies(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+    if not tiles:
+        return
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
@@ -335,17 +370,16 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
 def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     """Barriers of mk::run_tiles."""
     ways = builder.schedule.op(op.name).ways
-    refill = () if builder.chunks[op.name] * ways == tiling(op).pieces else ("refill",)
     if ways == 1:
         ends = _end(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
-    return (*refill, "gathered", "partials", *ends)
+    return ("gathered", "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    waits = [] if builder.held(op) else list(_wait_vectors(builder, op, role, ring_role))
+    waits = [] if builder.copies(op) else list(_wait_vectors(builder, op, role, ring_role))
     gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
         yield from (*waits, *gathers)
@@ -361,7 +395,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(_at_once(builder, op, ref), whole)
+        polls = builder.polls(op, _at_once(builder, op, ref), whole)
         yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
 
 
@@ -419,8 +453,9 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
+        **builder.polls(op, _unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
+        "holds": builder.held(op) > 0,
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 

@@ -10,7 +10,7 @@ from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
-from megadsl.lower.operands import kept_values, needs_whole_rows
+from megadsl.lower.operands import kept_values, takes_chunks
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.types import KIB, ceil_div, round_up
@@ -197,6 +197,9 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, override
     asked = overrides or Overrides(schedule.arch, ())
     _check_roles(schedule, graph, asked)
     with collecting() as found:
+        if schedule.scope == "op" and "dependent_launch" not in machine.features:
+            where, feature = asked.said(graph.span, "scope"), "dependent_launch"
+            found.add(LACKS, where, what="one op a launch", feature=feature, arch=machine.arch, having=_having(feature))
         _check_warps(schedule, machine, graph, asked, found)
         _check_rings(graph, schedule, machine, asked, found)
         _check_edges(schedule, graph, asked, found)
@@ -237,7 +240,7 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
             where = asked.said(default, "splits", op.op)
             found.add(BAD_COUNT, where, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
         if _check_ways(graph, op, asked, found):
-            _check_chunk(graph, op, asked, found)
+            _check_chunk(graph, schedule, op, asked, found)
         linear = graph.op(op.op)
         if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
@@ -256,12 +259,12 @@ def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collecto
     return False
 
 
-def _check_chunk(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> None:
+def _check_chunk(graph: Graph, schedule: Schedule, how: OpSchedule, asked: Overrides, found: Collector) -> None:
     op = graph.op(how.op)
     if how.chunk == 0:
         return
     pieces = tiling(op).pieces // how.ways if isinstance(op, Linear) else 0
-    whole = isinstance(op, Linear) and needs_whole_rows(op) and how.chunk != pieces
+    whole = isinstance(op, Linear) and not takes_chunks(op, schedule) and how.chunk != pieces
     if not pieces or how.chunk < 0 or pieces % how.chunk or whole:
         parts = f" in each of the {how.ways} parts of its columns" if how.ways > 1 else ""
         why = " and its prologue must see whole rows" if whole else parts

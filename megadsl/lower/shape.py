@@ -10,7 +10,7 @@ from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
-from megadsl.lower.memory import Memory, copy_name
+from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, vector_name
 from megadsl.lower.tiling import tiling
@@ -75,7 +75,7 @@ def build_shape(
 
 
 def _smem(memory: Memory) -> tuple[int, ...]:
-    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "meeting"))
+    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "meeting", "sums"))
 
 
 def _exchange(e: Exchange) -> Record:
@@ -93,7 +93,7 @@ def _op(
         case Embed():
             return [_embed(op, packed, exchanges)]
         case Linear():
-            return _linear(op, schedule, packed, memory)
+            return _linear(op, graph, schedule, packed, memory)
         case Attention():
             return _attention(op, graph, schedule, memory, kv_at)
 
@@ -105,11 +105,12 @@ def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record
     return Record("mk::EmbedShape", ident(op.name), words)
 
 
-def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
+def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
         record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
         op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name), how.prefetch.l2_bytes,
+        pass_groups(op, graph, schedule),
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
@@ -125,7 +126,7 @@ def _linear(op: Linear, schedule: Schedule, packed: Packed, memory: Memory) -> l
         vector = packed.find(vector_name(op, arg))
         words = (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes)
         found.append(Record("mk::VectorShape", ident(vector.name), words))
-        if how.prefetch.registers:
+        if copies_vectors(op, graph, schedule):
             found.append(Record("mk::i32", f"{ident(vector.name)}_copy", (memory.offset(copy_name(op, arg)),)))
     if op.biased:
         bias = packed.find(bias_name(op))

@@ -11,8 +11,8 @@ from megadsl.types import ceil_div
 
 CHUNK_ROWS = 16
 MOST_RECORDS = 1 << 16  # of 16 bytes, per role and block; what does not fit is counted and lost
-_PER_STAGE = 4  # a loader's two waits and its copy; at most as many of the consumers, even where every batch is one tile
-_PER_OP = 12  # waits, ends, a gate, the clock of a layer
+_PER_STAGE = 2  # a loader's copy; at most two slots of the consumers, even where each tile has an input of its own
+_PER_OP = 8  # what the consumers did, split and merged, a gate, the clock of a layer
 _PER_LAUNCH = 8
 
 

@@ -85,7 +85,7 @@ class Control:
     Every method writes inside ``turn()``, which orders it among the launches.
     """
 
-    def __init__(self, words: torch.Tensor, timeout_us: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, words: torch.Tensor, timeout_us: int, turn: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self.words = words
         self._timeout_us = timeout_us
         self._turn = turn

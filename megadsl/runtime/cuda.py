@@ -45,7 +45,6 @@ CALL_FAILED = declare(
     "if an earlier kernel of this process failed, start a fresh process; megadsl doctor checks driver and GPU",
 )
 
-ENTRY = b"megakernel"
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -80,15 +79,17 @@ def _dotted(version: int) -> str:
 
 
 class CudaKernel:
-    """A loaded megakernel with its launch arguments built once: a launch is one driver call.
+    """A loaded kernel with its launch arguments built once: a step is one driver call, or one for each of its launches.
 
-    ``pointers`` fill mk::Buffers in its order (0 for none); ``shape`` are the int32 words of the Shape struct. Must be made
-    and launched with ``device`` current, after torch has used it.
+    ``pointers`` fill mk::Buffers in its order (0 for none). The megakernel is launched cooperatively; of a step of several launches
+    each is a dependent of the one before, which may begin while that one works (programmatic dependent launch). Must be
+    made and launched with ``device`` current, after torch has used it.
     """
 
     def __init__(self, cubin: Path, manifest: Mapping[str, Any], pointers: Sequence[int], device: torch.device) -> None:
         self._library = call("cuLibraryLoadData", cubin.read_bytes(), [], [], 0, [], [], 0)
-        self._function = call("cuKernelGetFunction", call("cuLibraryGetKernel", self._library, ENTRY))
+        names = manifest["entries"]
+        self._functions = [call("cuKernelGetFunction", call("cuLibraryGetKernel", self._library, name.encode())) for name in names]
         self._allow_smem(manifest["smem_bytes"], device)
         self._blocks, self._threads, self._smem = manifest["blocks"], manifest["threads"], manifest["smem_bytes"]
         self._require_room(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -98,17 +99,22 @@ class CudaKernel:
         self._buffers = (ctypes.c_uint64 * len(pointers))(*pointers)
         shape = manifest["shape"]
         self._shape = (ctypes.c_int32 * max(1, len(shape)))(*shape)
-        self._parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._buffers), ctypes.addressof(self._shape))
-        self._parameters_address = ctypes.addressof(self._parameters)
+        self._layers = (ctypes.c_uint32 * max(1, manifest["layers"]))(*range(max(1, manifest["layers"])))
+        fixed, word = (ctypes.addressof(self._buffers), ctypes.addressof(self._shape)), ctypes.sizeof(ctypes.c_uint32)
+        # the megakernel takes no layer: the driver reads as many parameters as a kernel has
+        self._parameters = [(ctypes.c_void_p * 3)(*fixed, ctypes.addressof(self._layers) + word * i) for i in range(len(self._layers))]
+        addresses = [ctypes.addressof(parameters) for parameters in self._parameters]
+        self._launches = [(self._functions[kernel], addresses[layer]) for kernel, layer in manifest["launches"]]
 
     def launch(self, stream: int) -> None:
         """Launch on the raw stream handle. Asynchronous; safe while the stream is being captured into a graph."""
         if stream != self._stream:
             self._config.hStream = driver.CUstream(stream)
             self._stream = stream
-        (status,) = driver.cuLaunchKernelEx(self._config, self._function, self._parameters_address, 0)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise error(CALL_FAILED, call="cuLaunchKernelEx", name=status.name, text=driver.cuGetErrorString(status)[1].decode())
+        for function, parameters in self._launches:
+            (status,) = driver.cuLaunchKernelEx(self._config, function, parameters, 0)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise error(CALL_FAILED, call="cuLaunchKernelEx", name=status.name, text=driver.cuGetErrorString(status)[1].decode())
 
     def admit(self, stream: int) -> None:
         """Raise MK444 unless the SMs that the raw stream handle may use hold the grid: a green context has only some."""
@@ -123,8 +129,9 @@ class CudaKernel:
 
     @property
     def registers(self) -> int:
-        """Registers per thread."""
-        return int(call("cuFuncGetAttribute", driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function))
+        """Registers per thread, the most of any kernel."""
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        return max(int(call("cuFuncGetAttribute", attribute, function)) for function in self._functions)
 
     def _allow_smem(self, smem: int, device: torch.device) -> None:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -132,23 +139,29 @@ class CudaKernel:
         if smem > most:
             raise error(SMEM_REFUSED, smem=smem, most=most)
         kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        call("cuFuncSetAttribute", self._function, kind, smem)
+        for function in self._functions:
+            call("cuFuncSetAttribute", function, kind, smem)
 
     def _require_room(self, sms: int) -> None:
-        per_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, self._threads, self._smem)
+        asked = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        per_sm = min(call(asked, function, self._threads, self._smem) for function in self._functions)
         if per_sm * sms < self._blocks:
             figures = {"blocks": self._blocks, "per_sm": per_sm, "sms": sms, "capacity": per_sm * sms}
             raise error(NOT_RESIDENT, **figures, threads=self._threads, smem=self._smem, registers=self.registers)
 
     def _launch_config(self, manifest: Mapping[str, Any]) -> Any:
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
+        attribute = driver.CUlaunchAttribute()
+        if len(manifest["launches"]) == 1:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        else:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = manifest["blocks"], 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = manifest["threads"], 1, 1
         config.sharedMemBytes = manifest["smem_bytes"]
         config.hStream = driver.CUstream(0)
-        config.attrs = [cooperative]
+        config.attrs = [attribute]
         config.numAttrs = 1
         return config

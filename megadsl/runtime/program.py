@@ -55,7 +55,7 @@ class Snapshot:
 class Replay:
     """Some launches, captured once. ``replay()`` enqueues them again on torch's current stream."""
 
-    def __init__(self, replay: Callable[[], None], turn: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, replay: Callable[[], None], turn: Callable[[], AbstractContextManager[object]]) -> None:
         self._replay, self._turn = replay, turn
 
     def replay(self) -> None:
@@ -78,8 +78,8 @@ class Program:
     a graph of his own that he captured launches into) is his to order.
 
     ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
-    ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself; ``mutant``
-    and ``record_points`` go to its launches. Raises MK440 to MK448.
+    ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself, ``kernel`` what
+    is loaded on a GPU; ``mutant`` and ``record_points`` go to the emulator's launches. Raises MK440 to MK448.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Program:
         self.mutant: Mutant | None = None
         self.record_points = False
         self.emulator: Emulator | None = None
+        self.kernel: CudaKernel | None = None
         self.report: LaunchReport | None = None
         self.buffers = self._allocate(weights)
         self._queue = self._make_queue(patience_s, timeout_s) if self.device.type == "cuda" else None
@@ -188,7 +189,7 @@ class Program:
             self._fill_exchange()
             self.control.clear_error()
 
-    def _turn(self) -> AbstractContextManager[None]:
+    def _turn(self) -> AbstractContextManager[object]:
         return self._queue.turn() if self._queue is not None else nullcontext()
 
     def _make_queue(self, patience_s: float, timeout_s: float) -> LaunchQueue:
@@ -201,26 +202,23 @@ class Program:
         path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines).path
         with torch.cuda.device(self.device):
             kernel = CudaKernel(path, self.manifest, list(self.addresses().values()), self.device)
-        queue = self._queue
+        queue, index = self._queue, self.device.index
         assert queue is not None
         queue.admit = kernel.admit
+        self.kernel = kernel
 
         def launch() -> None:
-            with torch.cuda.device(self.device), queue.turn():
-                kernel.launch(torch.cuda.current_stream().cuda_stream)
+            if torch.cuda.current_device() != index:  # a context manager costs more than the question
+                with torch.cuda.device(index):
+                    return launch()
+            with queue.turn() as stream:
+                kernel.launch(stream)
 
         return launch
 
     def _emulate(self, emulator: Emulator) -> None:
         try:
-            report = emulator.launch(
-                self.manifest,
-                self.addresses(),
-                seed=self.seed,
-                policy=self.policy,
-                mutant=self.mutant,
-                record_points=self.record_points,
-            )
+            report = self._launch_all(emulator)
         except MegadslError:
             self._recover()
             raise
@@ -229,6 +227,17 @@ class Program:
             self._recover()
             # the threads of a warp wait together: once is enough
             raise MegakernelHang(list(dict.fromkeys(describe_wait(self.manifest, vars(hang)) for hang in report.hangs)))
+
+
+    def _launch_all(self, emulator: Emulator) -> LaunchReport:
+        """Every launch of a step, until one hangs; what they report, together."""
+        reports: list[LaunchReport] = []
+        for kernel, layer in self.manifest["launches"]:
+            options = {"seed": self.seed, "policy": self.policy, "mutant": self.mutant, "record_points": self.record_points}
+            reports.append(emulator.launch(self.manifest, self.addresses(), kernel=kernel, layer=layer, **options))
+            if reports[-1].hung:
+                break
+        return LaunchReport.of(reports)
 
 
 def resolve_device(device: str, arch: str) -> torch.device:

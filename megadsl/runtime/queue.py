@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -33,34 +32,50 @@ class LaunchQueue:
 
     def __init__(self, device: torch.device, steps: torch.Tensor, patience_s: float, timeout_s: float) -> None:
         self.admit: Callable[[int], None] = lambda stream: None
-        self._device, self._steps = device, steps
+        self._device, self._index, self._steps = device, device.index, steps
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._lock = threading.RLock()
         self._last, self._thread = torch.cuda.current_stream(device), threading.get_ident()
+        self._handle: int = self._last.cuda_stream
         self._overdue: torch.cuda.Event | None = None
         self._side = torch.cuda.Stream(device, priority=-1)
         self._ended = torch.empty(1, dtype=torch.int32, pin_memory=True)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Around anything that enqueues on torch's current stream: it will run after all that was enqueued so far.
+    def turn(self) -> LaunchQueue:
+        """For a ``with`` around anything that enqueues on torch's current stream, whose raw handle it gives: it will run after all
+        that was enqueued so far.
 
         Inside a capture nothing is done: a graph keeps its own order, and who replays it takes a turn for that. Raises MK444
         where the stream has too few SMs, and MK449 while launches that :meth:`wait` gave up on are still queued: to enqueue
         more could then block.
         """
-        with self._lock:
-            if self._overdue is not None:
-                if not self._overdue.query():
-                    raise self._busy()
-                self._overdue = None
-            stream = torch.cuda.current_stream(self._device)
-            if threading.get_ident() != self._thread:
-                torch.cuda.Event().record(stream)  # makes CUDA's context current in this thread, for calls of the driver
-                self._thread = threading.get_ident()
-            if stream != self._last:
-                self._follow(stream)
-            yield
+        return self
+
+    def __enter__(self) -> int:
+        self._lock.acquire()
+        try:
+            return self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *failure: object) -> None:
+        self._lock.release()
+
+    def _begin(self) -> int:
+        """In each launch's way: no context manager and no second question to torch unless something has changed."""
+        if self._overdue is not None:
+            if not self._overdue.query():
+                raise self._busy()
+            self._overdue = None
+        # what torch's own generated code asks: torch.cuda.current_stream() makes an object and takes 4 us
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        if threading.get_ident() != self._thread:
+            torch.cuda.Event().record(torch.cuda.current_stream(self._device))  # makes CUDA's context current, for calls of the driver
+            self._thread = threading.get_ident()
+        if handle != self._handle:
+            self._follow(torch.cuda.current_stream(self._device))
+        return handle
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(self._device):
@@ -68,7 +83,7 @@ class LaunchQueue:
                 return
         self.admit(stream.cuda_stream)
         stream.wait_stream(self._last)
-        self._last = stream
+        self._last, self._handle = stream, stream.cuda_stream
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Return when ``event``, recorded behind launches, is done. Raises MK449 when no launch ends for ``patience_s``."""

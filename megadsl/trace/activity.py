@@ -75,12 +75,18 @@ class Loads:
 
 @dataclass(frozen=True)
 class Activity:
-    """A block: its executions in order, its loaders, and when none of them has anything in flight."""
+    """A block: its executions in order, its loaders, and when none of them has anything in flight; when its loaders issue their first
+    copy (where they have none: when the block ends), and when its consumers have done their last work."""
 
     block: Block
     executions: tuple[Execution, ...]
     loads: tuple[Loads, ...]
     idle: tuple[Interval, ...]
+    last_result: float
+
+    @property
+    def first_load(self) -> float:
+        return min([float(loads.issues.times[0]) for loads in self.loads if len(loads.issues.times)], default=self.block.end)
 
 
 def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
@@ -97,13 +103,15 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
             idle = tuple(_common(idle, other.idle))
         for run in executions:
             run.exposed = sum(end - begin for begin, end in _common(run.waits, idle))
-        found.append(Activity(block, executions, loads, idle))
+        own = block.roles[timeline.consumer()]
+        done = own.times[np.isin(own.events, (Event.CLOCK, Event.ENTER), invert=True)]
+        found.append(Activity(block, executions, loads, idle, float(done.max(initial=block.begin))))
     return found
 
 
 def _executions(block: Block, records: Records, names: Mapping[int, str]) -> Iterator[Execution]:
     """Records of one phase and layer that follow each other are one execution."""
-    own = records.of(*(e for e in Event if e is not Event.CLOCK))
+    own = records.of(*(e for e in Event if e not in (Event.CLOCK, Event.ENTER)))
     keys = [(names[int(site)], int(layer)) for site, layer in zip(own.sites, own.layers, strict=True)]
     firsts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     end = block.begin

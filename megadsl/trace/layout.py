@@ -61,7 +61,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     rings = dict(plan.schedule.rings)
     return {
         "records": plan.records,
-        "bytes": plan.schedule.blocks * len(plan.programs) * (1 + plan.records) * RECORD_BYTES,
+        "bytes": plan.schedule.blocks * len(plan.programs) * (2 + plan.records) * RECORD_BYTES,
         "roles": [{"name": p.role, "kind": p.kind, "stages": rings[p.role].stages if p.role in rings else 0} for p in plan.programs],
         "phases": phases,
         "signals": signals,

@@ -79,8 +79,8 @@ def _loads(timeline: Timeline, activity: Activity, loads: Loads) -> Iterator[Jso
     track = _track(timeline, activity, loads.role)
     issues = loads.issues
     done: list[tuple[str, int, float, float, Json]] = [(s.phase, s.layer, s.begin, s.end, _stall(track, s.event, s)) for s in loads.stalls]
-    for phase, layer, time, tile, size in zip(loads.phases, issues.layers, issues.times, issues.values, issues.bytes, strict=True):
-        args = {"op": phase, "layer": int(layer), "tile": int(tile), "bytes": int(size)}
+    for phase, layer, time, size in zip(loads.phases, issues.layers, issues.times, issues.bytes, strict=True):
+        args = {"op": phase, "layer": int(layer), "bytes": int(size)}
         instant = {"ph": "i", "s": "t", "name": "load", "cat": "load", **track, "ts": _ns(float(time)), "args": args}
         done.append((phase, int(layer), float(time), float(time), instant))
     done.sort(key=lambda d: (d[3], d[2]))

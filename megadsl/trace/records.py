@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megadsl.diagnostics import declare, error
-from megadsl.trace.clocks import Alignment, Clock, Floats, Ints, fit, judge, unwrapped
+from megadsl.trace.clocks import WORD, Alignment, Clock, Floats, Ints, fit, judge, unwrapped
 from megadsl.trace.layout import RECORD_BYTES
 
 TRACE_OFF = declare("MK460", "this kernel has left no timeline", "build it with the define MK_TRACE=1 and launch it before reading one")
@@ -23,25 +23,33 @@ Words = npt.NDArray[np.uint32]
 
 
 class Event(IntEnum):
-    """As mk::Event."""
+    """As mk::Event; WINDOW and FULL are read from a copy's record."""
 
     CLOCK = 0
-    ISSUE = 1
-    WINDOW = 2
-    FULL = 3
-    GATE = 4
-    WAIT = 5
-    READY = 6
-    TILE = 7
-    TAKEN = 8
-    PARTS = 9
-    END = 10
+    ENTER = 1
+    ISSUE = 2
+    GATE = 3
+    RUN = 4
+    OPEN = 5
+    WAIT = 6
+    READY = 7
+    TILE = 8
+    TAKEN = 9
+    PARTS = 10
+    END = 11
+    WINDOW = 12
+    FULL = 13
+
+
+WAITS = (Event.WINDOW, Event.FULL, Event.GATE)
+WAIT_UNIT, SHORT_WAIT = 16, 64  # cycles, as in trace.h: a shorter wait is none
+STAGES_WORD = 1 << 16  # of the count of stages only the low bits are recorded
 
 
 @dataclass(frozen=True)
 class Records:
     """What one role of one block left, in order of time; arrays of equal length. ``times`` in us since the launch began;
-    ``values`` are tiles, stages taken or, of a loader's waits, microseconds; ``bytes`` and ``in_flight`` (stages) of issues."""
+    ``values`` are stages taken or, of a loader's waits, microseconds; ``bytes`` and ``in_flight`` (stages) of issues."""
 
     events: Ints
     sites: Ints
@@ -99,21 +107,33 @@ def read_timeline(manifest: Mapping[str, Any], raw: npt.NDArray[np.uint8]) -> Ti
     roles, room = len(layout["roles"]), layout["records"]
     if raw.size == 0 or not raw.any():
         raise error(TRACE_OFF)
-    words = raw.view(np.uint32).reshape(manifest["blocks"], roles, 1 + room, RECORD_BYTES // 4)
+    words = raw.view(np.uint32).reshape(manifest["blocks"], roles, 2 + room, RECORD_BYTES // 4)
     headers = words[:, :, 0, :].astype(np.int64)
     epochs = sorted({int(e) for e in headers[:, :, 2].flat})
     if len(epochs) > 1:
         raise error(TRACE_TORN, epochs=", ".join(map(str, epochs)))
     counts = np.minimum(headers[:, :, 0], room)
-    taken = [[words[b, r, 1 : 1 + counts[b, r]] for r in range(roles)] for b in range(len(words))]
-    cycles = [_cycles(of) for of in taken]
-    pairs = [_pairs(of, c) for of, c in zip(taken, cycles, strict=True)]
+    feeds = {site: str(phase["loader"]) for phase in layout["phases"] for site in phase["sites"]}
+    left = [[_left(words[b, r, 1:], int(counts[b, r])) for r in range(roles)] for b in range(len(words))]
+    cycles = [_cycles([marks for marks, _ in of]) for of in left]
+    pairs = [_pairs([marks for marks, _ in of], c) for of, c in zip(left, cycles, strict=True)]
     origin = min(int(times.min()) for _, times in pairs)
     clocks = [fit(c, t, origin) for c, t in pairs]
     begin = min(float(clock.us(role[:1])[0]) for clock, c in zip(clocks, cycles, strict=True) for role in c)
-    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), taken[b], cycles[b], clocks[b], begin) for b in range(len(words)))
+    told = [[_told(*of, c, feeds) for of, c in zip(left[b], cycles[b], strict=True)] for b in range(len(words))]
+    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), told[b], clocks[b], begin) for b in range(len(words)))
     lost = int((headers[:, :, 0] - counts).sum())
     return Timeline(layout, blocks, judge(clocks, [t for _, t in pairs]), lost, epochs[0])
+
+
+def _left(slots: Words, count: int) -> tuple[Words, Words]:
+    """The records in the first ``count`` slots, and of each the slot behind it, which is the second one of a RUN or OPEN."""
+    at, i = [], 0
+    events = slots[:, 1] & 15
+    while i < count:
+        at.append(i)
+        i += 2 if events[i] in (Event.RUN, Event.OPEN) else 1
+    return slots[at], slots[np.minimum(np.array(at, np.int64) + 1, len(slots) - 1)]
 
 
 def _cycles(roles: list[Words]) -> list[Ints]:
@@ -134,13 +154,58 @@ def _pairs(roles: list[Words], cycles: list[Ints]) -> tuple[Ints, Ints]:
     return np.concatenate(at), np.concatenate(times)
 
 
-def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[Words], cycles: list[Ints], clock: Clock, begin: float) -> Block:
+@dataclass
+class _Told:
+    """Rows of a role's Records, times and values still in cycles."""
+
+    feeds: Mapping[int, str]
+    rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def issue(self, site: int, layer: int, high: int, at: int, size: int, waits: int) -> None:
+        full, window = (waits >> 16) * WAIT_UNIT, (waits & 0xFFFF) * WAIT_UNIT
+        for event, end, cycles in ((Event.WINDOW, at - full, window), (Event.FULL, at, full)):
+            if cycles >= SHORT_WAIT:
+                self.rows.append((event, site, layer, end, cycles, 0, 0))
+        self.rows.append((Event.ISSUE, site, layer, at, 0, size * 16, high))
+
+    def run(self, event: int, site: int, layer: int, at: int, stages: int, moments: Sequence[int]) -> None:
+        """``moments``: low words of WAIT to PARTS, 0 for what has not come; only those behind a WAIT mean something."""
+        for kind, moment in zip((Event.WAIT, Event.READY, Event.TILE, Event.TAKEN, Event.PARTS), moments, strict=True):
+            if moment and moments[0]:
+                value = self._stages(site, stages) if kind is Event.TAKEN else 0
+                ago = (at - moment + 1) % WORD  # moments are odd: one may seem to lie a cycle ahead
+                self.rows.append((kind, site, layer, at - max(0, ago - 1), value, 0, 0))
+        if event == Event.RUN:
+            self.rows.append((Event.END, site, layer, at, 0, 0, 0))
+
+    def _stages(self, site: int, low: int) -> int:
+        ring = self.feeds[site]
+        before = self.taken.get(ring, 0)
+        self.taken[ring] = before + (low - before) % STAGES_WORD
+        return self.taken[ring]
+
+
+def _told(records: Words, behind: Words, cycles: Ints, feeds: Mapping[int, str]) -> _Told:
+    """What a role's records say, event by event."""
+    told = _Told(feeds)
+    for at, (_, y, z, w), moments in zip(cycles.tolist(), records.tolist(), behind.tolist(), strict=True):
+        event, site, size, layer = y & 15, y >> 4 & 0xFFF, y >> 16, z & 0xFFFF
+        if event == Event.ISSUE:
+            told.issue(site, layer, z >> 16, at, size, w)
+        elif event in (Event.RUN, Event.OPEN):
+            told.run(event, site, layer, at, size, (w, *moments))
+        else:
+            told.rows.append((event, site, layer, at, w, 0, 0))
+    return told
+
+
+def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[_Told], clock: Clock, begin: float) -> Block:
     found = {}
-    for role, words, c in zip(layout["roles"], roles, cycles, strict=True):
-        y, z = words[:, 1].astype(np.int64), words[:, 2].astype(np.int64)
-        events = y & 15
-        values = words[:, 3].astype(np.float64)
-        values[np.isin(events, (Event.WINDOW, Event.FULL, Event.GATE))] *= clock.ns_per_cycle / 1e3
-        found[role["name"]] = Records(events, y >> 4 & 0xFFF, z & 0xFFFF, clock.us(c) - begin, values, (y >> 16) * 16, z >> 16)
+    for role, told in zip(layout["roles"], roles, strict=True):
+        events, sites, layers, at, values, sizes, flights = (np.array(column, np.int64) for column in zip(*told.rows, strict=True))
+        of = values.astype(np.float64)
+        of[np.isin(events, WAITS)] *= clock.ns_per_cycle / 1e3
+        found[role["name"]] = Records(events, sites, layers, clock.us(at) - begin, of, sizes, flights)
     times = [r.times for r in found.values()]
     return Block(number, sm, found, min(float(t[0]) for t in times), max(float(t[-1]) for t in times))

@@ -58,12 +58,15 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """``handoff_us``: from the last publication to the end of a whole gather, least and median; a negative one would mean that
+    """``first_load``: from the first block's begin to a block's first copy; ``exit``: from a block's last result to its end.
+    ``handoff_us``: from the last publication to the end of a whole gather, least and median; a negative one would mean that
     clocks disagree. ``exposed_us``: of a block's step, the median over blocks."""
 
     step_us: float
     exposed_us: float
     hidden_us: float
+    first_load: Spread
+    exit: Spread
     ops: tuple[OpRow, ...]
     layers: tuple[LayerRow, ...]
     handoff_us: tuple[float, float]
@@ -86,6 +89,8 @@ def summarise(timeline: Timeline, activities: Sequence[Activity], bytes_per_us: 
         step_us=timeline.step_us,
         exposed_us=exposed,
         hidden_us=float(np.median([w - e for e, w in per_block])),
+        first_load=Spread.of([a.first_load for a in activities]),
+        exit=Spread.of([a.block.end - a.last_result for a in activities]),
         ops=tuple(_op_rows(timeline, activities)),
         layers=tuple(_layer_rows(timeline, activities, bytes_per_us)),
         handoff_us=(min(latencies), float(np.median(latencies))) if latencies else (0.0, 0.0),
@@ -152,6 +157,8 @@ def render(summary: Summary) -> str:
             f"  {spreads[3]:>23}  {spreads[4]:>22}  {row.share:>6.1%}  {row.span}".rstrip()
         )
     lines += ["", f"step {summary.step_us:.2f} us; a block waits {summary.exposed_us:.2f} us exposed and {summary.hidden_us:.2f} us hidden"]
+    lines += [f"begin of the launch to a block's first load: {_spread(summary.first_load)} us"]
+    lines += [f"a block's last result to its end: {_spread(summary.exit)} us"]
     lines += ["", f"{'layer':>6}  {'us':>9}  {'MB loaded':>10}  {'HBM busy':>8}"]
     for at, layer in enumerate(summary.layers):
         name = str(layer.layer) if layer.layer is not None else "before" if at == 0 else "behind"

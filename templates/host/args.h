@@ -119,6 +119,7 @@ struct LaunchArgs {
   const u32* shape;
   u32 shape_words;
   u32 blocks, threads, cluster, smem_bytes;
+  u32 kernel, layer;  // where a step is several launches: which kernel of the library, for which layer
   u64 seed;        // 0: round robin, short copies; else a random schedule
   u64 step_limit;  // 0: none
   Policy policy;

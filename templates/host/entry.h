@@ -36,12 +36,20 @@ MK_FN double measure_switch_ns() {
 // Defines what Python calls: a launch of `kernel(mk::Buffers, Shape)` (result: kOk, kHung, kFault or kBadArgs), and the
 // price of a fiber switch.
 #define MK_HOST_ENTRY(kernel, Shape)                                         \
+  MK_HOST_RUN(Shape, kernel(buffers, shape))
+
+// The same for several kernels that are also told a layer: the launch says which.
+#define MK_HOST_LAUNCHES(Shape, ...)                                                          \
+  constexpr void (*mk_host_kernels[])(mk::Buffers, Shape, mk::u32) = {__VA_ARGS__};           \
+  MK_HOST_RUN(Shape, mk_host_kernels[mk::host::rt.args->kernel](buffers, shape, mk::host::rt.args->layer))
+
+#define MK_HOST_RUN(Shape, call)                                             \
   static void mk_host_enter() {                                              \
     mk::Buffers buffers;                                                     \
     Shape shape;                                                             \
     std::memcpy(&buffers, mk::host::rt.args->buffers, sizeof buffers);       \
     std::memcpy(&shape, mk::host::rt.args->shape, sizeof shape);             \
-    kernel(buffers, shape);                                                  \
+    call;                                                                    \
   }                                                                          \
   MK_EXPORT int mk_host_run(const mk::host::LaunchArgs* args) {              \
     return mk::host::run(args, sizeof(Shape), mk_host_enter);                \

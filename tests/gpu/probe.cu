@@ -13,7 +13,7 @@ struct Shape {
 namespace {
 
 constexpr u32 kGather = 0, kSignal = 1;  // sites
-constexpr u32 kRecords = 6;  // of the timeline
+constexpr u32 kRecords = 8;  // of the timeline
 
 MK_DEV bool gather(const mk::Context& cx, const u32* words, u32 epoch) {
   for (u32 other = 0; other < ptx::num_blocks(); ++other) {

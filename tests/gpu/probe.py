@@ -27,6 +27,7 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
     site = {"id": 0, "role": "consumer", "op": "gather", "kind": "exchange", "span": "probe.cu:20", "expects": "the epoch of block tile"}
     return {
         **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "blocks": blocks, "threads": 32, "cluster": 1, "smem_bytes": 1024},
+        **{"entries": ["megakernel"], "launches": [[0, 0]]},
         **{"layers": 1, "vocab": VOCAB, "max_kv": MAX_KV, "rope": None, "kv": None, "exchange_fill": [[0, 16 * blocks, 0xFF]]},
         **{
             "trace": trace_layout(blocks),
@@ -48,7 +49,7 @@ def trace_layout(blocks: int) -> dict[str, Any]:
     ]
     end = {"value": "epoch", "looped": False, "slope": 0, "round": 0}
     return {
-        **{"records": 6, "bytes": blocks * 7 * 16, "roles": [{"name": "consumer", "kind": "consumer", "stages": 0}], "phases": phases},
+        **{"records": 8, "bytes": blocks * 10 * 16, "roles": [{"name": "consumer", "kind": "consumer", "stages": 0}], "phases": phases},
         **{"signals": [{**end, "phase": "signal"}], "waits": [{**end, "phase": "gather", "whole": True}]},
     }
 

@@ -47,10 +47,12 @@ struct Unit {
   bool fresh;      // also takes this step's rows
 };
 
-// Splits differ by one chunk at most; loader and consumers call it alike.
+// Splits differ by one chunk at most, this step's rows counted as one; the last one has the last of the older chunks in any case,
+// for that is where its rows go. Loader and consumers call it alike.
 MK_DEV Unit attention_unit(u32 splits, u32 unit, u32 kv_len) {
-  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows);
-  return {head, split, chunks * split / splits, chunks * (split + 1) / splits, split + 1 == splits};
+  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows), last = max_u32(chunks, 1) - 1;
+  const bool fresh = split + 1 == splits;
+  return {head, split, min_u32((chunks + 1) * split / splits, last), fresh ? chunks : min_u32((chunks + 1) * (split + 1) / splits, last), fresh};
 }
 
 MK_DEV char* cache_chunk(const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 chunk, u32 chunk_bytes) {
@@ -66,6 +68,41 @@ MK_DEV u32 row_mask(u32 half, u32 q, u32 rows) {
   const u32 row = half * 8 + 2 * q;
   return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u);
 }
+
+// A chunk as a lane's operands of the products: where it lies in shared memory, or taken into registers.
+template <class T>
+struct LyingChunk {
+  smem_ptr<char> at;
+  u32 lane;
+  MK_DEV u32x4 keys(u32 half, u32 panel) const {
+    return ptx::ld_shared<u32x4>(at.template at<u32x4>(((half * T::kPanels + panel) * 8 + lane / 4) * 64 + lane % 4 * 16));
+  }
+  MK_DEV u32x4 values(u32 pair) const {
+    return ptx::ld_shared<u32x4>(at.template at<u32x4>(T::kKeyBytes + (pair * 32 + lane) * 16));
+  }
+};
+template <class T>
+struct HeldChunk {
+  u32x4 key[2][T::kPanels], value[T::kHeadDim / 16];
+
+  MK_DEV void load(const LyingChunk<T>& from) {
+#pragma unroll
+    for (u32 i = 0; i < 2 * T::kPanels; ++i) key[i / T::kPanels][i % T::kPanels] = from.keys(i / T::kPanels, i % T::kPanels);
+#pragma unroll
+    for (u32 i = 0; i < T::kHeadDim / 16; ++i) value[i] = from.values(i);
+  }
+  // Comes back when all of it is there: only then may the place that it came from be filled anew.
+  MK_DEV void await() const {
+    u32 seen = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2 * T::kPanels; ++i) seen ^= key[i / T::kPanels][i % T::kPanels].w;
+#pragma unroll
+    for (u32 i = 0; i < T::kHeadDim / 16; ++i) seen ^= value[i].w;
+    ptx::await(seen);
+  }
+  MK_DEV u32x4 keys(u32 half, u32 panel) const { return key[half][panel]; }
+  MK_DEV u32x4 values(u32 pair) const { return value[pair]; }
+};
 
 // One warp's running softmax for 16 query rows: lane (g, q) holds rows g and g + 8.
 template <class T>
@@ -88,13 +125,13 @@ struct Softmax {
   }
 
   // Scores of 16 rows: score[half][i] belongs to query row g + 8 * (i / 2), KV row half * 8 + 2q + i % 2.
-  MK_DEV void scores(smem_ptr<char> keys, u32 lane, float (&score)[2][4]) const {
-    const u32 g = lane / 4, q = lane % 4;
+  template <class Chunk>
+  MK_DEV void scores(const Chunk& chunk, u32 lane, float (&score)[2][4]) const {
 #pragma unroll
     for (u32 half = 0; half < 2; ++half)
 #pragma unroll
       for (u32 p = 0; p < T::kPanels; ++p) {
-        const u32x4 k = ptx::ld_shared<u32x4>(keys.template at<u32x4>(((half * T::kPanels + p) * 8 + g) * 64 + q * 16));
+        const u32x4 k = chunk.keys(half, p);
         const u32x4 lo = kKeepQueries ? kept[kKeepQueries ? p : 0][0] : load_query(p, 0, lane);
         const u32x4 hi = kKeepQueries ? kept[kKeepQueries ? p : 0][1] : load_query(p, 1, lane);
         ptx::mma_m16n8k16(score[half], lo.x, hi.x, lo.y, hi.y, k.x, k.y);
@@ -103,8 +140,9 @@ struct Softmax {
   }
 
   // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row g + 8r attends to row i of the chunk.
-  MK_DEV void take(smem_ptr<char> chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
-    const u32 g = lane / 4, q = lane % 4;
+  template <class Chunk>
+  MK_DEV void take(const Chunk& chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
+    const u32 q = lane % 4;
     float score[2][4] = {};
     scores(chunk, lane, score);
     u32 p[2][2];
@@ -146,7 +184,7 @@ struct Softmax {
     const u32 keep0 = row_mask(0, q, rows), keep1 = row_mask(1, q, rows);
 #pragma unroll
     for (u32 pair = 0; pair < T::kHeadDim / 16; ++pair) {
-      const u32x4 v = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(T::kKeyBytes + ((pair * 8 + g) * 4 + q) * 16));
+      const u32x4 v = chunk.values(pair);
       ptx::mma_m16n8k16(out[2 * pair], p[0][0], p[0][1], p[1][0], p[1][1], v.x & keep0, v.y & keep1);
       ptx::mma_m16n8k16(out[2 * pair + 1], p[0][0], p[0][1], p[1][0], p[1][1], v.z & keep0, v.w & keep1);
     }
@@ -169,25 +207,16 @@ struct Softmax {
   }
 };
 
-// Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own.
+// Gathers a unit's queries into m16 tiles and, for the last split, this step's keys and values into a chunk of their own. Rows that do
+// not exist are left as they are: what a tile's row gives goes to no other, a chunk's rows are masked.
 template <class Wire, class T, class P, class B>
 MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, const Unit& unit) {
   trace(block.cx, Event::kWait, site, unit.split);
   constexpr u32 kTokens = B::kTokens;
   const smem_ptr<char> queries = block.template at<char>(s.queries), fresh = block.template at<char>(s.fresh);
-  const u32 rows = u32(s.rows), padded = ceil_div(rows, 16) * 16, head_rows = rows / kTokens;
+  const u32 head_rows = u32(s.rows) / kTokens;
   const Round round = exchange_round(block.buffers, e, sequence);
   const auto query_offset = [](u32 row, u32 dim) { return (((row / 16) * T::kPanels + dim / kPanel) * 16 + row % 16) * 64 + (dim % kPanel) * 2; };
-#pragma unroll 1
-  for (u32 i = block.thread; i < (padded - rows) * T::kHeadDim; i += B::kThreads)
-    ptx::st_shared<u16>(queries.template at<u16>(query_offset(rows + i / T::kHeadDim, i % T::kHeadDim)), u16(0));
-  if (unit.fresh)
-#pragma unroll 1
-    for (u32 i = block.thread; i < (kChunkRows - kTokens) * T::kHeadDim; i += B::kThreads) {
-      const u32 row = kTokens + i / T::kHeadDim, dim = i % T::kHeadDim;
-      ptx::st_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(row, dim)), u16(0));
-      ptx::st_shared<u16>(fresh.template at<u16>(T::kKeyBytes + value_offset(row, dim)), u16(0));
-    }
   // One round of polls for queries, keys and values: each further one would wait for the trip to L2 again.
   const u32 q_features = head_rows * T::kHeadDim, kv_features = unit.fresh ? T::kHeadDim : 0;
   Wanted<3> wanted;
@@ -265,7 +294,9 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
 #pragma unroll
     for (u32 c = 0; c < kAtOnce; ++c) top = math::max(top, ptx::bits_float(scale[c].x));
 #pragma unroll 1
-    for (u32 c = kAtOnce; c < classes; ++c) top = math::max(top, ptx::ld_shared<float>(part(c) + T::kHeadDim));
+    for (u32 first = kAtOnce; first < classes; first += kAtOnce)
+#pragma unroll
+      for (u32 c = 0; c < kAtOnce; ++c) top = math::max(top, ptx::ld_shared<float>(part(first + c) + T::kHeadDim));
 #pragma unroll 1
     for (u32 first = 0;;) {
 #pragma unroll
@@ -299,55 +330,101 @@ MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 seque
   trace(block.cx, Event::kEnd, site, unit);
 }
 
-// Consumer side of attention for all units of this block.
-template <class QkvWire, class PartWire, class T, class P, class B, class R>
+// Takes each warp's first cached chunk of a unit out of the ring, as far as whole stages can be let go of by that; the number of
+// those stages. `mine` is the warp's class of chunks, of `classes`.
+template <class T, class B, class R>
+MK_DEV u32 hold_chunks(const B& block, R& reader, u32 site, const Unit& unit, u32 classes, u32 mine, HeldChunk<T>& held) {
+  constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 cached = unit.end - unit.begin, stages = cached <= classes ? ceil_div(cached, kPerStage) : classes / kPerStage;
+#pragma unroll 1
+  for (u32 stage = 0; stage < stages; ++stage) {
+    const smem_ptr<char> from = reader.wait_stage(site, unit.begin + stage * kPerStage);
+    if (mine / kPerStage == stage && mine < min_u32(cached, classes)) {
+      held.load({from.template at<char>(mine % kPerStage * T::kChunkBytes), block.lane()});
+      held.await();
+    }
+    reader.release();
+  }
+  return stages;
+}
+
+// Consumer side of attention for all units of this block. kHolds: warps take chunks before they wait for the queries.
+template <class QkvWire, class PartWire, class T, class P, bool kHolds, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
   constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
-  const u32 all_tiles = ceil_div(u32(s.rows), 16), part_rows = min_u32(16, u32(s.rows));
+  const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
+  const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    const Unit unit = attention_unit(u32(s.splits), u, kv_len);
+    const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0);
+    // No more classes of chunks than there is work for: each leaves a part to add.
+    const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
+    HeldChunk<T> held = {};  // zeros: registers without a value on some path would count as in use in all the loop
+    u32 held_stages = 0;
+    if (kHolds) {
+      const u32 tiles = min_u32(B::kWarps, all_tiles);
+      held_stages = hold_chunks<T>(block, reader, ring_site, unit, classes_of(tiles), block.warp() / tiles, held);
+    }
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
+    // Which of this step's rows a lane's query rows attend to: asked for early, for it is a trip to memory.
+    constexpr u32 kMasks = kTokens == 1 ? 1 : 2;  // of rows g and g + 8
+    u32 ancestors[kMasks] = {};
+    const auto ask_ancestors = [&](u32 row0) {
+#pragma unroll
+      for (u32 r = 0; r < kMasks && unit.fresh; ++r) ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+    };
+    const auto first_row = [&](u32 first_tile) {
+      return (first_tile + block.warp() % min_u32(B::kWarps, all_tiles - first_tile)) * 16 + block.lane() / 4;
+    };
+    ask_ancestors(first_row(0));
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
     trace(block.cx, Event::kReady, ring_site, u);
 #pragma unroll 1
     for (u32 first_tile = 0; first_tile < all_tiles; first_tile += B::kWarps) {
-      if (first_tile != 0) block.sync();  // the parts of the pass before have been read
-      const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
-      const u32 classes = min_u32(B::kWarps / tiles, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
-      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, row0 = (first_tile + tile) * 16 + block.lane() / 4;
+      if (first_tile != 0) {
+        block.sync();  // the parts of the pass before have been read
+        ask_ancestors(first_row(first_tile));
+      }
+      const u32 tiles = min_u32(B::kWarps, all_tiles - first_tile), classes = classes_of(tiles);
+      const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
       Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
-      // Stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
-      const u32 stages = ceil_div(unit.end - unit.begin, kPerStage);
+      // What is held, stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once. Chunks are
+      // counted from the unit's first.
+      const u32 begun = first_tile == 0 ? held_stages : 0, stages = ceil_div(cached, kPerStage);
+      u32 next = active ? mine : ~0u;  // the warp's next chunk
 #pragma unroll 1
-      for (u32 stage = 0; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
-        const bool cached = stage < stages;
-        const u32 first = stage * kPerStage, cached_chunks = unit.end - unit.begin;  // chunks counted from the unit's first
-        const smem_ptr<char> from = cached ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
-        if (stage == 0 && cached) trace(block.cx, Event::kTile, ring_site, unit.begin);
-        const u32 count = cached ? min_u32(kPerStage, cached_chunks - first) : 1;
+      for (u32 stage = max_u32(begun, 1) - 1; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
+        const bool kept = stage < begun, lies = !kept && stage < stages;
+        const u32 first = kept ? 0 : min_u32(stage * kPerStage, cached), end = kept || lies ? min_u32((stage + 1) * kPerStage, cached) : chunks;
+        const smem_ptr<char> from = lies ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
+        if (first == 0 && cached != 0) trace(block.cx, Event::kTile, ring_site, unit.begin);
 #pragma unroll 1
-        for (u32 i = 0; active && i < count; ++i) {
-          const u32 chunk = cached ? first + i : cached_chunks;
-          if (chunk % classes != mine) continue;
-          u32 rows = step.tokens, seen[2];
-          if (cached) rows = min_u32(kChunkRows, step.kv_len - (unit.begin + chunk) * kChunkRows);
+        for (; next < end; next += classes) {
+          u32 exist = step.tokens, seen[2];
+          if (next < cached) exist = min_u32(kChunkRows, kv_len - (unit.begin + next) * kChunkRows);
 #pragma unroll
           for (u32 r = 0; r < 2; ++r) {
-            seen[r] = (1u << rows) - 1;
-            if (!cached) seen[r] &= ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + 8 * r) % kTokens);
+            seen[r] = (1u << exist) - 1;
+            if (next == cached) seen[r] &= ancestors[r % kMasks];
           }
-          state.take(from.template at<char>(i * T::kChunkBytes), block.lane(), scale_log2, seen, rows);
+          const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
+          if constexpr (kHolds) {
+            if (!kept) held.load(lying);
+            state.take(held, block.lane(), scale_log2, seen, exist);
+          } else {
+            state.take(lying, block.lane(), scale_log2, seen, exist);
+          }
         }
-        if (cached) reader.release();
+        if (lies) reader.release();
       }
       if (active) {
-        const u32 rows = min_u32(part_rows, u32(s.rows) - (first_tile + tile) * 16);
-        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), rows);
+        const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
+        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
       }
       trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
       block.sync();

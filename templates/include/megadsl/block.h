@@ -22,6 +22,7 @@ struct SmemShape {
   i32 kept;         // own rows of an epilogue's other operand, as units
   i32 scalars;      // row reductions
   i32 meeting;      // StepShape::meeting
+  i32 sums;         // products with some chunks of the columns, see ChunkSums
 };
 
 template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_>

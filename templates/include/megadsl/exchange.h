@@ -165,12 +165,37 @@ struct Poll {
   static constexpr u32 kUnits = kUnits_;
   static constexpr u32 kExtras = kExtras_;
   static constexpr bool kWhole = kWhole_;
+  static constexpr bool kDense = false;
+};
+
+// The same where units travel whole and all blocks own equally many of them: a unit's place then follows from its number, whoever owns
+// it. kEven: all threads have kUnits units in every round.
+template <u32 kUnits_, bool kEven_>
+struct DensePoll {
+  static constexpr u32 kUnits = kUnits_;
+  static constexpr u32 kExtras = 1;
+  static constexpr bool kWhole = false;  // no block has nothing to send
+  static constexpr bool kDense = true;
+  static constexpr bool kEven = kEven_;
+};
+
+// The `i`-th of the items that are dealt out to `threads` threads in turn, kTokens to a group. Where a thread's are all of one token,
+// the compiler sees constant steps.
+template <u32 kTokens>
+struct Dealt {
+  u32 item, group, token;
+  MK_DEV Dealt(u32 i, u32 thread, u32 threads) : item(i * threads + thread) {
+    const bool steady = threads % kTokens == 0;
+    const u32 own = thread % threads;  // known to be less: then the compiler can tell its part of an address from that of `i`
+    group = steady ? i * (threads / kTokens) + own / kTokens : item / kTokens;
+    token = steady ? own % kTokens : item % kTokens;
+  }
 };
 
 // The items of a gather, numbered so that threads can share them: units, blocks asked for their presence alone, and extra
 // vectors. kWhole: the one range is the whole value; blocks that own nothing of it are waited for as well, so that a block
 // which has gathered knows that every other block has come this far.
-template <class Wire, u32 kTokens, bool kWhole, u32 kRanges>
+template <class Wire, u32 kTokens, class P, u32 kRanges>
 struct GatherItems {
   using W = Wanted<kRanges>;
   static constexpr u32 kNone = ~0u;  // no vector
@@ -182,18 +207,19 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        silent(P::kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
 
   MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
 
-  MK_DEV u32 locate_unit(u32 item) const {
-    if (item >= units + silent) return kNone;
-    if (item >= units) return (item - units) * u32(e.vectors);
-    u32 group = item / kTokens;
+  MK_DEV u32 locate_unit(Dealt<kTokens> d) const {
+    if (d.item >= units + silent) return kNone;
+    if (d.item >= units) return (d.item - units) * u32(e.vectors);
+    u32 group = d.group;
     group += W::pick(wanted.ranges, W::find(wanted.ranges, group)).first;
+    if (P::kDense) return group * kTokens + d.token;
     const u32 block = owner_of(cx, e, group);
-    return block * u32(e.vectors) + (group - share_of(block)) * kTokens + item % kTokens;
+    return block * u32(e.vectors) + (group - share_of(block)) * kTokens + d.token;
   }
   // An extra vector: where it lies, the unit in its range that its first element belongs to (it may wrap below 0), the range's
   // last unit, and a bit for each element that is wanted. All of that before the wait, for it takes divisions.
@@ -218,11 +244,11 @@ struct GatherItems {
     return found;
   }
   template <class Unit>
-  MK_DEV void deliver_unit(u32 item, u32x4 v, Unit unit) const {
-    if (item >= units) return;
-    u32 group = item / kTokens;
+  MK_DEV void deliver_unit(Dealt<kTokens> d, u32x4 v, Unit unit) const {
+    if (d.item >= units) return;
+    u32 group = d.group;
     const u32 range = W::find(wanted.ranges, group);
-    unit(range, group, item % kTokens, v);
+    unit(range, group, d.token, v);
   }
   template <class Last>
   MK_DEV void deliver_extra(const Extra& extra, u32x4 v, Last last) const {
@@ -249,18 +275,18 @@ struct GatherItems {
 template <class Wire, u32 kTokens, class P, u32 kRanges, class Unit, class Last>
 MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, const Round& round, const Wanted<kRanges>& wanted, u32 thread,
                          u32 threads, Unit unit, Last last) {
-  using Items = GatherItems<Wire, kTokens, P::kWhole, kRanges>;
+  using Items = GatherItems<Wire, kTokens, P, kRanges>;
   constexpr u32 kPolls = P::kUnits + (Wire::kWholeUnits ? 0 : P::kExtras);
   const Items items(cx, e, wanted);
 #pragma unroll 1
   for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
-    const auto item = [&](u32 i) { return (i < P::kUnits ? step * P::kUnits + i : step * P::kExtras + i - P::kUnits) * threads + thread; };
+    const auto unit_item = [&](u32 i) { return Dealt<kTokens>(step * P::kUnits + i, thread, threads); };
     u32 at[kPolls], pending = 0;
     typename Items::Extra extra[P::kExtras];
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      if (i >= P::kUnits) extra[i - P::kUnits] = items.locate_extra(item(i));
-      at[i] = i < P::kUnits ? items.locate_unit(item(i)) : extra[i - P::kUnits].at;
+      if (i >= P::kUnits) extra[i - P::kUnits] = items.locate_extra((step * P::kExtras + i - P::kUnits) * threads + thread);
+      at[i] = i < P::kUnits ? items.locate_unit(unit_item(i)) : extra[i - P::kUnits].at;
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
@@ -287,8 +313,42 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
     });
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
-      if (i < P::kUnits) items.deliver_unit(item(i), v[i], unit);
+      if (i < P::kUnits) items.deliver_unit(unit_item(i), v[i], unit);
       else items.deliver_extra(extra[i - P::kUnits], v[i], last);
+    }
+  }
+}
+
+// gather_units of one range of units that lie densely: a thread's are constant steps apart.
+template <class Wire, u32 kTokens, class P, class Unit>
+MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit) {
+  static_assert(P::kDense && Wire::kWholeUnits && !Wire::kFlagged, "units that are their own flags");
+  const u32 units = wanted.count * kTokens;
+#pragma unroll 1
+  for (u32 step = 0; step * P::kUnits * threads < units; ++step) {
+    const u32 begin = step * P::kUnits * threads + thread, at = wanted.first * kTokens + begin;
+    const u32x4* from = round.vectors + at;
+    const auto exists = [&](u32 i) { return P::kEven || begin + i * threads < units; };
+    u32 pending = (1u << P::kUnits) - 1;
+#pragma unroll
+    for (u32 i = 0; i < P::kUnits; ++i)
+      if (!exists(i)) pending &= ~(1u << i);
+    u32x4 v[P::kUnits] = {};
+    wait<ptx::kPollsAtOnce>(cx, site, at, round.sequence, [&](u32& observed) {
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + i * threads);
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+      observed = Wire::tag(v[0]);
+      if (ptx::polls_fewer()) pending &= pending - 1;
+      return pending == 0;
+    });
+#pragma unroll
+    for (u32 i = 0; i < P::kUnits; ++i) {
+      const Dealt<kTokens> d(step * P::kUnits + i, thread, threads);
+      if (exists(i)) unit(d.group, d.token, v[i]);
     }
   }
 }

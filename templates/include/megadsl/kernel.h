@@ -49,6 +49,7 @@ MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.co
 // Called by every thread. One of them then sets up shared memory with init_block(), and the whole block meets.
 MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word, Divisor blocks) {
   Context cx = {buffers.control, abort_word, ptx::block_id(), blocks, 0};
+  trace_begin(cx);
   chaos_enter(cx);
   return cx;
 }
@@ -61,6 +62,14 @@ MK_DEV void init_block(const Context& cx) {
 MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {
   const Control* c = buffers.control;
   return {ptx::ld_global<u32>(&c->epoch), ptx::ld_global<u32>(&c->kv_len), min_u32(ptx::ld_global<u32>(&c->n_tokens), max_tokens)};
+}
+
+// Where a launch is one op: the launch before has ended from here on. Before, a role may read weights alone. After an error in an
+// earlier launch the block's waits fall through.
+MK_DEV Step join_launch(const Context& cx, const Buffers& buffers, u32 max_tokens) {
+  ptx::wait_dependencies();
+  if (!may_run(buffers)) ptx::st_shared_volatile(cx.abort_word, 1u);
+  return read_step(buffers, max_tokens);
 }
 
 }  // namespace mk

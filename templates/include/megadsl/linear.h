@@ -29,6 +29,7 @@ struct LinearShape {
   i32 ways;          // parts that the columns are split into, each of whole tiles
   i32 chunk_pieces;  // tiles per row group between two gathers of activations; `pieces / ways` when the input fits
   i32 l2_bytes;      // bytes of the block's share to prefetch into L2
+  i32 pass_groups;   // row groups that each chunk of activations serves, where there are several
 };
 
 // Row groups of 8.
@@ -55,12 +56,12 @@ MK_DEV void for_each_part(const LinearShape& s, u32 ways, RowGroups own, F f) {
   } while (part < ways && part * groups < own.end);
 }
 
-// Visits (batch, chunk) of one part's row groups.
+// Visits (row groups, chunk) of one part's row groups: all of them in passes, the chunks of the columns in each pass.
 template <class F>
-MK_DEV void for_each_pass(u32 batch, u32 chunks, RowGroups own, F f) {
+MK_DEV void for_each_pass(u32 groups, u32 chunks, RowGroups own, F f) {
   u32 first = own.begin;
   do {
-    const u32 last = first + min_u32(batch, own.end - first);
+    const u32 last = first + min_u32(groups, own.end - first);
 #pragma unroll 1
     for (u32 chunk = 0; chunk < chunks; ++chunk) f(first, last, chunk);
     first = last;
@@ -173,9 +174,9 @@ MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s
   }
 }
 
-// Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32, or adds them to what an earlier chunk left.
+// Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32.
 template <class B>
-MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, bool add) {
+MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
   for (u32 half = 0; half < TileSums<B::kTokens>::kHalves; ++half) {
@@ -185,19 +186,33 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
     for (u32 i = 0; i < 2; ++i) {
       const u32 token = 2 * q + i + 8 * half;
       if (token >= B::kTokens) continue;
-      const smem_ptr<float> at = partials + ((block.warp() * B::kTokens + token) * kGroupRows + g);
-      ptx::st_shared<float>(at, add ? sum[i] + ptx::ld_shared<float>(at) : sum[i]);
+      ptx::st_shared<float>(partials + ((block.warp() * B::kTokens + token) * kGroupRows + g), sum[i]);
     }
   }
 }
 
 // The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk, parts
-// of the columns.
-template <u32 kPanels_, u32 kPieces_, u32 kWays_>
+// of the columns, chunks of a part, and row groups of a pass (all where there is one chunk).
+template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u>
 struct Tiles {
   static constexpr u32 kPanels = kPanels_;
   static constexpr u32 kPieces = kPieces_;
   static constexpr u32 kWays = kWays_;
+  static constexpr u32 kChunks = kChunks_;
+  static constexpr u32 kGroups = kGroups_;
+};
+
+// Where products with one chunk of the columns wait for those with the next: [row group of the pass][token][8] fp32. Each sum belongs
+// to the thread that finishes it, in every chunk.
+struct ChunkSums {
+  smem_ptr<float> at;  // of the batch's first row group
+  bool first, last;    // chunk
+
+  MK_DEV float add(u32 index, float v) const {
+    if (!first) v += ptx::ld_shared<float>(at + index);
+    if (!last) ptx::st_shared<float>(at + index, v);
+    return v;
+  }
 };
 
 // How far the products of a block's row groups have come: the next tile, and the sums of the group that it belongs to.
@@ -230,16 +245,16 @@ MK_DEV void consume_held(const B& block, const Held<G, kTiles, kEverywhere, kWho
     if (piece + 1 != G::kPieces) continue;
     if (G::kPieces != 1) at.sums[0].add(at.sums[1]);
     if (kEverywhere || i < tiles)
-      leave_partials(block, partials + i / G::kPieces * B::kWarps * B::kTokens * kGroupRows, at.sums[0], false);
+      leave_partials(block, partials + i / G::kPieces * B::kWarps * B::kTokens * kGroupRows, at.sums[0]);
     at.sums[0] = at.sums[1] = TileSums<B::kTokens>();
   }
   at.group += tiles / G::kPieces, at.piece = tiles % G::kPieces;
 }
 
 // Consumes the tiles of row groups [first, last) of one chunk (of all parts' chunks), as far as `at` has not, and leaves each group's
-// partial sums, or adds them to those there. Where a group is one tile, tiles of neighbouring groups go together.
+// partial sums. Where a group is one tile, tiles of neighbouring groups go together.
 template <class G, class B, class R>
-MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, bool add,
+MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk,
                           smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op, Progress<B>& at) {
   constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
   constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kTogether<R> == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
@@ -267,7 +282,7 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
     const u32 groups = kSingle ? count : 1;
 #pragma unroll
     for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i < groups) leave_partials(block, partials + (at.group - first + i) * B::kWarps * B::kTokens * kGroupRows, at.sums[i], add);
+      if (i < groups) leave_partials(block, partials + (at.group - first + i) * B::kWarps * B::kTokens * kGroupRows, at.sums[i]);
       at.sums[i] = TileSums<B::kTokens>();
     }
     at.group += groups, at.piece = 0;
@@ -294,11 +309,11 @@ MK_DEV u32 own_token(const B& block) {
   return block.thread / 4 % B::kTokens;
 }
 
-// Adds the warps' parts of at most kBatch groups in a fixed order and hands each pair of rows, times `scale()`, to
-// `epilogue(group, pair, token, even, odd)`. A thread keeps its token and pair over all groups, so an epilogue may keep per-token
+// Adds the warps' parts of at most kBatch groups in a fixed order and, with the last chunk, hands each pair of rows, times `scale()`,
+// to `epilogue(group, pair, token, even, odd)`. A thread keeps its token and pair over all groups, so an epilogue may keep per-token
 // state in registers.
-template <u32 kBatch, class B, class Scale, class Epilogue>
-MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, Scale scale, Epilogue epilogue) {
+template <u32 kBatch, bool kChunks, class B, class Scale, class Epilogue>
+MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u32 last, ChunkSums chunks, Scale scale, Epilogue epilogue) {
   constexpr u32 kItems = 4 * B::kTokens, kAtOnce = B::kThreads / kItems;
   const u32 pair = block.thread % 4, token = own_token(block), sub = block.thread / kItems;
   if (sub >= kAtOnce) return;
@@ -308,11 +323,15 @@ MK_DEV void finish_batch(const B& block, smem_ptr<float> partials, u32 first, u3
     u32x2 parts[B::kWarps];
 #pragma unroll
     for (u32 w = 0; w < B::kWarps; ++w) parts[w] = ptx::ld_shared<u32x2>((at + w * B::kTokens * kGroupRows).template at<u32x2>(0));
-    const float factor = scale();  // while the parts are on their way
+    const float factor = !kChunks || chunks.last ? scale() : 0.0f;  // while the parts are on their way
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
     for (u32 w = 0; w < B::kWarps; ++w) even += ptx::bits_float(parts[w].x), odd += ptx::bits_float(parts[w].y);
-    epilogue(group, pair, token, even * factor, odd * factor);
+    if (kChunks) {
+      const u32 index = ((group - first) * B::kTokens + token) * kGroupRows + 2 * pair;
+      even = chunks.add(index, even), odd = chunks.add(index + 1, odd);
+    }
+    if (!kChunks || chunks.last) epilogue(group, pair, token, even * factor, odd * factor);
     if (kBatch <= kAtOnce) return;
   }
 }
@@ -323,10 +342,10 @@ MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 tu
   return block.template at<float>(smem.partials) + turn * kBatch * B::kWarps * B::kTokens * kGroupRows;
 }
 
-// Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, between two barriers of
-// its own where a buffer is reused); `finish(partials, first, count)` takes the warps' sums of row groups, counted from the
-// block's first; `settle()` is called once, before the barrier that the first of them follows. kEnds: the block meets behind the
-// last finish. Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
+// Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, when nobody reads those before any
+// more); `finish(partials, first, count, chunks)` takes the warps' sums of row groups, counted from the block's first; `settle()` is
+// called once, before the barrier that the first of them with all columns follows. kEnds: the block meets behind the last finish.
+// Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
 // `held`: what hold_tiles() has taken of the first batch, of a matrix whose input comes in one piece.
 template <u32 kBatch, class G, bool kEnds, class B, class R, class Gather, class Settle, class Finish, class H = NothingHeld>
 MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Gather gather, Settle settle,
@@ -334,7 +353,6 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
   const smem_ptr<char> activations = block.template at<char>(smem.activations);
-  const u32 chunks = u32(s.pieces) / (G::kPieces * G::kWays);
   u32 turn = 0;
   Progress<B> ahead = {own.begin};
   const auto gather_chunk = [&](u32 column) {
@@ -344,33 +362,36 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
     trace(block.cx, Event::kReady, site, column);
   };
   if constexpr (H::kTiles != 0) {  // before the loop: else the held weights would live as long as it
-    static_assert(H::kTiles <= kBatch * G::kPieces && G::kWays == 1, "held tiles belong to the first batch");
+    static_assert(H::kTiles <= kBatch * G::kPieces && G::kWays == 1 && G::kChunks == 1, "held tiles belong to the first batch");
     const u32 tiles = held.count(own);
     gather_chunk(0);
     block.meeting(smem.meeting, tiles == (own.end - own.begin) * G::kPieces);
     consume_held<R>(block, held, tiles, activations, partials_of<kBatch>(block, smem, 0), ahead);
   }
-  for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
-    for_each_pass(kBatch, chunks, groups, [&](u32 first, u32 last, u32 chunk) {
+  const auto batches = [&](u32 part, RowGroups pass, u32 chunk) {
+    for_each_pass(kBatch, 1, pass, [&](u32 first, u32 last, u32) {
       const smem_ptr<float> partials = partials_of<kBatch>(block, smem, turn);
-      const u32 item = part * u32(s.groups) + first, column = part * chunks + chunk;
-      const bool ends = chunk + 1 == chunks;
-      if (H::kTiles == 0 && (chunks > 1 || first == groups.begin)) {
-        if (chunk != 0) block.sync();  // everybody is done with the activations before; behind a batch, the block has met
-        gather_chunk(column);
-        block.meeting(smem.meeting, false);
-      }
+      const u32 item = part * u32(s.groups) + first;
+      const ChunkSums chunks = {block.template at<float>(smem.sums) + (first - pass.begin) * B::kTokens * kGroupRows, chunk == 0,
+                                chunk + 1 == G::kChunks};
       Progress<B> begun = {first};
       if (!H::kWhole)
-        consume_tiles<G>(block, reader, site, s, first, last, column, chunk != 0, activations, partials, smem.meeting,
-                         ends && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
+        consume_tiles<G>(block, reader, site, s, first, last, part * G::kChunks + chunk, activations, partials, smem.meeting,
+                         chunks.last && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
       trace(block.cx, Event::kTaken, site, reader.taken.now());
-      if (ends) {
-        if (item == own.begin) settle();
-        block.sync();
-        finish(partials, item - own.begin, last - first);
-        turn ^= 1;
+      if (chunks.last && item == own.begin) settle();
+      block.sync();
+      finish(partials, item - own.begin, last - first, chunks);
+      turn ^= 1;
+    });
+  };
+  for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
+    for_each_pass(G::kGroups, G::kChunks, groups, [&](u32 first, u32 last, u32 chunk) {
+      if (H::kTiles == 0) {
+        gather_chunk(part * G::kChunks + chunk);
+        block.meeting(smem.meeting, false);
       }
+      batches(part, {first, last}, chunk);
     });
   });
   if (kEnds) block.sync();
@@ -384,12 +405,12 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
   const u32 begin = own_groups(block.cx, s).begin;
   float factor = 1.0f;
   const auto settle = [&] { scale.settle(); };
-  const auto finish = [&](smem_ptr<float> partials, u32 first, u32 count) {
+  const auto finish = [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
     const auto scaled = [&] {  // no thread has a group in a later batch, but none in the first
       if (first == 0) factor = scale.factor(own_token(block));
       return factor;
     };
-    finish_batch<kBatch>(block, partials, begin + first, begin + first + count, scaled, epilogue);
+    finish_batch<kBatch, (G::kChunks > 1)>(block, partials, begin + first, begin + first + count, chunks, scaled, epilogue);
   };
   run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, finish, held);
 }

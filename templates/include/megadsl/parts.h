@@ -12,9 +12,11 @@ namespace mk {
 template <class B>
 constexpr u32 kSumVectors = 2 * B::kTokens;
 
-// Adds the warps' parts of `count` row groups in a fixed order and publishes them; `first` counts from the block's first.
-template <class Wire, class B>
-MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<float> partials, u32 first, u32 count) {
+// Adds the warps' parts of `count` row groups in a fixed order and, with the last chunk, publishes them; `first` counts from the block's
+// first.
+template <class Wire, bool kChunks, class B>
+MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<float> partials, u32 first, u32 count,
+                          ChunkSums chunks) {
   constexpr u32 kVectors = kSumVectors<B>;
   const Round round = exchange_round(block.buffers, e, sequence);
   const u32 begin = block.cx.block * u32(e.vectors) + first * kVectors;
@@ -28,6 +30,11 @@ MK_DEV void publish_parts(const B& block, const ExchangeShape& e, u32 sequence, 
       const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) sum[j] += ptx::bits_float(words[j]);
+    }
+    if (kChunks) {
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) sum[j] = chunks.add(i * 4 + j, sum[j]);
+      if (!chunks.last) continue;
     }
     chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
     ptx::st_relaxed(round.vectors + begin + i, Wire::pack_f32(sum, sequence));
@@ -43,8 +50,8 @@ template <class Wire, u32 kBatch, class G, class B, class R, class Gather>
 MK_DEV void run_matrix_parts(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, const ExchangeShape& e,
                              u32 sequence, Gather gather) {
   const auto settle = [] {};
-  run_tiles<kBatch, G, Wire::kFlagged>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count) {
-    publish_parts<Wire>(block, e, sequence, partials, first, count);
+  run_tiles<kBatch, G, Wire::kFlagged>(block, reader, site, s, smem, gather, settle, [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
+    publish_parts<Wire, (G::kChunks > 1)>(block, e, sequence, partials, first, count, chunks);
   });
   if (Wire::kFlagged && block.thread == 0) {
     chaos(block.cx, Place::kSignal, u32(e.flags), 0);

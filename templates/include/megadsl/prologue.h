@@ -44,33 +44,52 @@ MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 
 #pragma unroll 1
   for (u32 i = block.thread; i < (columns - filled) * kTokens; i += B::kThreads)
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
-  const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
-  gather_units<Wire, kTokens, P, 1>(
-      block.cx, site, e, exchange_round(block.buffers, e, sequence), {{wanted}, {owners}}, block.thread, B::kThreads,
-      [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
-      [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
+  const Round round = exchange_round(block.buffers, e, sequence);
+  if constexpr (P::kDense) {
+    gather_dense<Wire, kTokens, P>(block.cx, site, round, wanted, block.thread, B::kThreads, unit);
+  } else {
+    const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
+    gather_units<Wire, kTokens, P, 1>(
+        block.cx, site, e, round, {{wanted}, {owners}}, block.thread, B::kThreads,
+        [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
+        [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
+  }
+}
+
+// Stores a unit that has arrived where its operand goes, without its last element unless the wire carries whole units.
+template <class Wire, u32 kTokens>
+MK_DEV void store_operand(smem_ptr<char> at, u32x4 x) {
+  constexpr u32 kRange = kTokens * 32;  // bytes from a unit's first column range to its second
+  ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.z});
+  if (Wire::kWholeUnits) {
+    ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{x.y, x.w});
+  } else {
+    ptx::st_shared<u32>(at.template at<u32>(kRange), x.y);
+    ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
+  }
+}
+// What store_operand has stored.
+template <class Wire, u32 kTokens>
+MK_DEV u32x4 load_operand(smem_ptr<char> at) {
+  constexpr u32 kRange = kTokens * 32;
+  const u32x2 even = ptx::ld_shared<u32x2>(at.template at<u32x2>(0));
+  if (!Wire::kWholeUnits)
+    return {even.x, ptx::ld_shared<u32>(at.template at<u32>(kRange)), even.y, ptx::ld_shared<u16>(at.template at<u16>(kRange + 4))};
+  const u32x2 odd = ptx::ld_shared<u32x2>(at.template at<u32x2>(kRange));
+  return {even.x, odd.x, even.y, odd.y};
 }
 
 // Gathers features of a value as they are.
 template <class Wire, class P, class B>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
                          smem_ptr<char> into) {
-  constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32;  // bytes from a unit's first column range to its second
+  constexpr u32 kTokens = B::kTokens;
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_groups<Wire, P>(
       block, site, e, sequence, begin, features, columns, into,
-      [&](u32 group, u32 token, u32x4 x) {
-        const smem_ptr<char> at = place(group, token);
-        ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{x.x, x.z});
-        if (Wire::kWholeUnits) {
-          ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{x.y, x.w});
-        } else {
-          ptx::st_shared<u32>(at.template at<u32>(kRange), x.y);
-          ptx::st_shared<u16>(at.template at<u16>(kRange + 4), u16(x.w));
-        }
-      },
+      [&](u32 group, u32 token, u32x4 x) { store_operand<Wire, kTokens>(place(group, token), x); },
       [&](u32 group, u32 token, u16 bits) {
-        return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), bits); };
+        return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kTokens * 32 + 6), bits); };
       });
 }
 
@@ -128,6 +147,9 @@ struct RowParts {
   }
 };
 
+// Units of a thread that are finished where they arrive; more of them are stored first, and code that finishes one serves them all.
+constexpr u32 kUnitsInRegisters = 2;
+
 // Gathers a value as the finished operand of the products: `apply(args)` of each element (args[0]) and the elements of vectors
 // beside it, in the order of `places` ([0] is where the operand goes). The row reductions' terms of an element, `terms(x, of)`,
 // are added to `rows`, but for last elements that travel apart: those lie in `lasts` as they came, see add_lasts. The operand is
@@ -136,10 +158,9 @@ template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, cla
 MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
                            const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply) {
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32, kInUnit = Wire::kWholeUnits ? 8 : 7;
+  constexpr bool kLater = P::kUnits > kUnitsInRegisters;
   const auto place = [&](u32 group, u32 token) { return places[0].template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
-  gather_groups<Wire, P>(
-      block, site, e, sequence, begin, features, columns, places[0],
-      [&](u32 group, u32 token, u32x4 x) {
+  const auto finish = [&](u32 group, u32 token, u32x4 x) {
         float args[kArgs][8], out[8] = {}, sums[Rows::kCount];
         unpack8(x, args[0]);
 #pragma unroll
@@ -165,6 +186,12 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           ptx::st_shared<u32>(at.template at<u32>(kRange), ptx::pack_bf16(out[2], out[3]));
           ptx::st_shared<u16>(at.template at<u16>(kRange + 4), ptx::to_bf16(out[6]));
         }
+      };
+  gather_groups<Wire, P>(
+      block, site, e, sequence, begin, features, columns, places[0],
+      [&](u32 group, u32 token, u32x4 x) {
+        if (kLater) store_operand<Wire, kTokens>(place(group, token), x);
+        else finish(group, token, x);
       },
       [&](u32 group, u32 token, u16 bits) {
         const u32 column = group * kGroupRows + 7;
@@ -178,6 +205,13 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
         };
       });
+  if (!kLater) return;
+  const u32 units = ceil_div(features, kGroupRows) * kTokens;
+#pragma unroll 1
+  for (u32 i = 0; i * B::kThreads + block.thread < units; ++i) {
+    const Dealt<kTokens> d(i, block.thread, B::kThreads);  // as gather_groups deals them out: nobody else has written there
+    finish(d.group, d.token, load_operand<Wire, kTokens>(place(d.group, d.token)));
+  }
 }
 
 // Adds the last elements that gather_operand has left to the thread's parts, behind a sync().

@@ -70,20 +70,20 @@ struct Loader {
   MK_DEV Loader(const Context& context, R r, Window bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
-    trace_begin(cx);
+    trace_copy(cx);
     while (in_flight >= window.now())
       if (!retire(site, tile)) return;
-    trace_waited(cx, Event::kWindow, site);
+    trace_window(cx);
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
     if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
-    trace_waited(cx, Event::kFull, site);
+    trace_free(cx);
     last_site = site;
     chaos(cx, Place::kIssue, site, tile);
     ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
     ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
     issued.advance();
     ++in_flight;
-    trace(cx, Event::kIssue, site, tile, bytes, in_flight);
+    trace_issue(cx, site, bytes, in_flight);
   }
 
   // Copies must not outlive the block: called last, also when the launch was given up. They land without anybody's help.

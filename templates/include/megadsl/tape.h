@@ -73,13 +73,12 @@ struct Tape {
     add({Play::kWeights, site, u32(s.weights), u32(s.layer_stride), u32(s.bytes), R::kStageBytes, 0, 1, policy, 0, 0, 0, 0});
   }
 
-  // This block's tiles in the order the consumers take them: one entry per part of the columns, or per batch and chunk of it.
+  // This block's tiles in the order the consumers take them: one entry per part of the columns, or per pass and chunk of it.
   // Whole rows follow each other in memory and are one run.
-  template <u32 kBatch>
   MK_DEV void matrix(u32 site, const LinearShape& s, u64 policy) {
     const u32 ways = u32(s.ways), chunks = u32(s.pieces) / ways / u32(s.chunk_pieces);
     for_each_part(s, ways, own_groups(cx, s), [&](u32 part, RowGroups own) {
-      for_each_pass(chunks == 1 ? ~0u : kBatch, chunks, own, [&](u32 first, u32 last, u32 chunk) {
+      for_each_pass(chunks == 1 ? ~0u : u32(s.pass_groups), chunks, own, [&](u32 first, u32 last, u32 chunk) {
         rows(Play::kWeights, site, s, {first, last}, part * chunks + chunk, u32(s.chunk_pieces), ~0u, policy);
       });
     });
@@ -154,12 +153,12 @@ struct Tape {
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
-    trace_begin(cx);
+    trace_copy(cx);
     wait(cx, e.site, 0, cx.layer + 1, [&](u32& observed) {
       observed = ptx::ld_shared_volatile(gate);
       return observed >= cx.layer + 1;  // where nothing is loaded for the op, the consumers may be layers ahead
     });
-    trace_waited(cx, Event::kGate, e.site);
+    trace_gate(cx, e.site);
   }
 };
 

@@ -31,6 +31,11 @@ MK_OP void st_global(V* p, V v) {
   host::detect::global_access(p, sizeof(V), host::detect::kWrite, MK_PC);
 }
 
+MK_OP void st_global_streaming(u32x4* p, u32x4 v) {
+  host::store_global<u32x4>(p, v);
+  host::detect::global_access(p, sizeof(u32x4), host::detect::kWrite, MK_PC);
+}
+
 template <class V>
 MK_OP V ld_relaxed(const V* p) {
   return host::load_strong(p, false, MK_PC);
@@ -125,6 +130,11 @@ MK_PTX u32x4 ld_global_nc<u32x4>(const u32x4* p) {
 template <>
 MK_PTX void st_global<u32x4>(u32x4* p, u32x4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Evicted first. For what nobody in the kernel reads: other accesses may pass it.
+MK_PTX void st_global_streaming(u32x4* p, u32x4 v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
 #define MK_RELAXED(V, suffix, constraint)                                                                 \

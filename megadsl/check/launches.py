@@ -1,0 +1,81 @@
+"""Steps of several launches: what a launch may do before the one before has ended, and what it may expect to find.
+
+A launch begins while the one before still works, and the one before that may still be ending. So until it has waited (join_launch) a
+role may touch only what no launch writes: weights, and its own block's shared memory and registers. Those do not outlive a launch: what
+it reads there, it has written itself. Behind the join all that earlier launches did is over; the exchanges' proofs know it as a
+meeting of all blocks. Rings begin anew in each launch, so that each is proved as a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megadsl.check.model import Device
+from megadsl.check.report import Findings, shown
+from megadsl.check.ring import check_rings
+from megadsl.diagnostics import declare
+from megadsl.ir.plan import Instr, Phase, Plan
+from megadsl.lower.launches import Launch, launches
+from megadsl.lower.programs import instructions
+
+BEFORE = declare(
+    "MK560",
+    "{op!r} touches {what} before its launch has waited for the one before",
+    "move the access behind join_launch: before it, a role may read weights alone",
+)
+LOST = declare(
+    "MK561",
+    "{op!r} reads {what}, which nothing in its launch has written",
+    "hand the value on through an exchange: shared memory and registers do not outlive a launch",
+)
+
+_CONSTANT, _LOCAL = frozenset({"weights"}), frozenset({"smem", "registers", "ring"})
+
+
+def check_launches(device: Device, findings: Findings) -> list[str]:
+    """Each launch alone: its accesses before the join, what it finds in its block, its rings."""
+    found = launches(device.plan)
+    for launch in found:
+        written: set[tuple[str, str]] = set()
+        for role, body in (*((role, phase.body) for role, phase in launch.loads), ("consumer", launch.phase.body)):
+            _early(role, body, findings)
+            written |= {(r.space, r.name) for i in _all(body) for r in i.writes}
+        _lost(launch, written, findings)
+        check_rings(Device(alone(device.plan, launch)), findings)
+    return [
+        f"launches: {len(found)} kernels: each reads weights alone before the launch before it has ended, finds in its block what it has"
+        " written itself, and takes all that it loads"
+    ]
+
+
+def alone(plan: Plan, launch: Launch) -> Plan:
+    """A plan whose step is this launch, of one layer."""
+    bodies: dict[str, tuple[Phase, ...]] = {p.role: () for p in plan.programs}
+    bodies.update({role: (phase,) for role, phase in launch.loads})
+    bodies[next(p.role for p in plan.programs if p.kind == "consumer")] = (launch.phase,)
+    return replace(plan, programs=tuple(replace(p, body=bodies[p.role]) for p in plan.programs))
+
+
+def _all(body: Iterable[Instr]) -> list[Instr]:
+    return list(instructions([Phase("", "", instr.span, (instr,)) for instr in body]))
+
+
+def _early(role: str, body: tuple[Instr, ...], findings: Findings) -> None:
+    joined = False
+    for instr in body:
+        joined = joined or instr.call == "join_launch"
+        for each in _all((instr,)):
+            for region in () if joined else (*each.reads, *each.writes):
+                if region.space not in _CONSTANT | _LOCAL or (region.space in _CONSTANT and region in each.writes):
+                    rows = [(role, [shown(each), "joins later, or never"]), ("launch before", ["still works"])]
+                    findings.add(BEFORE, each.span, rows, op=each.op, what=f"{region.space}.{region.name}")
+
+
+def _lost(launch: Launch, written: set[tuple[str, str]], findings: Findings) -> None:
+    bodies = [phase.body for _, phase in launch.loads] + [launch.phase.body]
+    for instr in (i for body in bodies for i in _all(body)):
+        for region in instr.reads:
+            if region.space in ("smem", "registers") and (region.space, region.name) not in written:
+                rows = [("this launch", [shown(instr)]), ("launch before", ["ended with its blocks' shared memory"])]
+                findings.add(LOST, instr.span, rows, op=instr.op, what=f"{region.space}.{region.name}")
