@@ -19,7 +19,7 @@ LLAMA = SHAPE | {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }  # llama-tiny: tests share its kernels
-ODD = SHAPE | {"hidden_size": 80, "intermediate_size": 176, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64}
+ODD = SHAPE | {"hidden_size": 80, "intermediate_size": 1100, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64}
 QWEN2 = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

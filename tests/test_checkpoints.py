@@ -14,11 +14,13 @@ import torch
 from megadsl import cli
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.checkpoints import load_checkpoint
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph, Linear
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
 from tests.checkpoint_tools import FAMILIES, saved
+from tests.test_readme import blocks
 from tests.kernels import FACTOR, SLACK, compiled, distance
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -56,7 +58,12 @@ def made(family: str, folder: Path) -> Compiled:
     if family == "qwen2":  # the kernel of the command line below
         return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
     kernel, fields, _ = load_checkpoint(folder, MAX_KV)
-    return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV)
+    return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
+
+
+def in_parts(s: ScheduleBlock) -> None:
+    """A bias is added where the parts of the columns are, too."""
+    s["down_proj"].columns(ways=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,3 +107,17 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert result["ids"] == whole[0, 5:].tolist() and result["text"].split() == [str(i) for i in result["ids"]]
     assert run(monkeypatch, "check", str(folder)) == 0
+
+
+def test_the_readme(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its example works, with a smaller checkpoint, in the emulator."""
+    folder = tmp_path / "qwen2"
+    saved("qwen2", folder)
+    write_tokenizer(folder)
+    (example,) = [text for text in blocks((repository / "README.md").read_text(), "python") if "folder" in text]
+    swaps = {"path/to/Qwen2.5-0.5B": str(folder), "max_kv=4096": f"max_kv={MAX_KV}, tokens={TOKENS}, blocks=2", '"cuda"': '"cpu"'}
+    for ours, here in {**swaps, "Once upon": "3 77", ", 32)": ", 3)"}.items():
+        assert ours in example
+        example = example.replace(ours, here)
+    exec(compile(example, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) == 3
