@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.kernel import Kernel, require_kernel
+from megadsl.dsl.overrides import SetScope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_count
 from megadsl.emit import emit
@@ -55,20 +56,25 @@ def compile_model(
     on: Machine | None = None,
     between: Callable[[str, Lowering], None] | None = None,
     check: bool = True,
+    scope: str | None = None,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
 
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
-    check: prove the plan's synchronisation and raise what does not hold. Raises MegadslError.
+    check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
+    says: "step" or "op". Raises MegadslError.
     """
     require_count("max_kv", max_kv)
     require_count("blocks", blocks)
     name, kernel, values, rows = _load(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=kernel.overrides_for(target.arch), between=between)
+    overrides = kernel.overrides_for(target.arch)
+    if scope is not None:
+        overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
+    state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))

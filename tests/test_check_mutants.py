@@ -59,12 +59,14 @@ def base(kind: str = "default") -> Plan:
             return plan("llama-tiny", tokens=16, blocks=5)
         case "chunked":
             return plan("llama-3.2-1b", lambda s: s["down_proj"].columns(ways=1) and None, tokens=16)
-    return split_base(kind) or plan("llama-tiny", blocks=5)
+    return other_base(kind) or plan("llama-tiny", blocks=5)
 
 
-def split_base(kind: str) -> Plan | None:
-    """Those of them with split columns."""
+def other_base(kind: str) -> Plan | None:
+    """Those of them with split columns, or on one block."""
     match kind:
+        case "one block":
+            return plan("smollm2-135m", blocks=1)
         case "split":
             return plan("llama-tiny", split_sentinels, 2, blocks=7, fields={**PIECES, "num_hidden_layers": 5})
         case "split, flag":
@@ -214,8 +216,8 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         ("'staged'", "writes staged: matrix", "reads staged: publish"),
     ),
     "published by all what one warp has": ("default", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
-    "nobody told that it is published": (
-        "default",
+    "nobody told that it is published": (  # a value of more units than a warp has threads, for all warps to keep
+        "one block",
         unmet("publish", "done"),
         "MK510",
         ("writes staged: matrix", "reads staged: keep"),

@@ -20,8 +20,8 @@ from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
 from tests.checkpoint_tools import FAMILIES, saved
-from tests.test_readme import blocks
 from tests.kernels import FACTOR, SLACK, compiled, distance
+from tests.test_readme import blocks
 
 tokenizers = pytest.importorskip("tokenizers")
 

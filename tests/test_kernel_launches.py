@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+import megadsl as mk
+from megadsl.check import check_plan
+from megadsl.diagnostics import MegadslError
+from megadsl.driver import compile_model
+from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.plan import Plan
 from megadsl.lower.launches import launches
+from megadsl.machine import machine
+from tests.check_tools import kv_loader, plan, without
 from tests.kernels import Bench, compiled, steps
+from tests.schedules import everywhere
 
 SIZES = [(0, 2), (70, 1), (33, 2)]
 
@@ -25,3 +38,47 @@ def test_the_same_bits() -> None:
     for seed in (3, 4):
         bench.program.seed = seed
         assert all(a.same(b) for a, b in zip(Bench(whole).play(some), bench.play(some), strict=True))
+
+
+@pytest.fixture(scope="module")
+def apart() -> Plan:
+    return plan("llama-tiny", alone, 2, blocks=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "op", "code", "words"),
+    [
+        ("join_launch", "qkv_proj", "MK560", "'qkv_proj' touches exchange.x before its launch has waited"),
+        ("join_launch", "attention", "MK560", "'attention' touches kv.kv before"),
+        ("join_launch", "embed_tokens", "MK560", "'embed_tokens' touches control.token_ids before"),
+        ("gather_kept", "o_proj", "MK512", "'o_proj' reads 'kept' in shared memory, which holds nothing yet"),
+        ("load_vector", "qkv_proj", "MK520", "where the loader fills qkv_proj"),
+    ],
+)
+def test_broken_launches_are_found(apart: Plan, call: str, op: str, code: str, words: str) -> None:
+    found = check_plan(without(call, op)(apart)).findings
+    assert code in [f.code for f in found] and words in " ".join(map(str, found)) and "mend:" in str(found[0])
+
+
+@pytest.mark.parametrize(("name", "tokens", "decide"), [("llama-tiny", 2, kv_loader), ("smollm2-135m", 1, everywhere(mk.Sentinel()))])
+def test_launches_hold(name: str, tokens: int, decide: object) -> None:
+    def both(s: ScheduleBlock) -> None:
+        decide(s)  # type: ignore[operator]
+        s.launch("op")
+
+    report = check_plan(plan(name, both, tokens))
+    assert not report.findings and any(line.startswith("launches: 8 kernels") for line in report.proved)
+
+
+def test_a_scope_that_is_none() -> None:
+    made = mk.kernel(load("llama-tiny")[0].function)
+    with pytest.raises(MegadslError) as caught, mk.schedule(made) as s:
+        s.launch("layer")
+    assert caught.value.code == "MK151" and "'layer' is not known" in str(caught.value) and "step" in str(caught.value)
+
+
+def test_a_machine_without_dependent_launches() -> None:
+    old = replace(machine("sm_90a"), features=machine("sm_90a").features - {"dependent_launch"})
+    with pytest.raises(MegadslError) as caught:
+        compile_model("llama-tiny", on=old, scope="op")
+    assert caught.value.code == "MK167" and "one op a launch needs 'dependent_launch'" in str(caught.value)

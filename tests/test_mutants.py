@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from megadsl.check import check_plan
+from megadsl.check.edits import edited
 from megadsl.check.mutants import EQUIVALENT as PLAN_EQUIVALENT
 from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants, score_plan
 from megadsl.cli import app
-from megadsl.driver import compile_model
+from megadsl.driver import Compiled, compile_model
+from megadsl.emit import emit
 from megadsl.emulate.abi import Point
-from megadsl.emulate.equivalent import EQUIVALENT
+from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
+from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants, places
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.explore import Subject
-from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject
+from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
 
 SM90 = machine("sm_90a")
@@ -52,9 +59,13 @@ def test_arguments_about_plans_name_mutants_that_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Judge:
-    made = compile_model("llama-tiny", blocks=3, max_kv=MAX_KV)  # with its comments, which say what is whose
-    return MutableSubject(Subject(made.manifest, made.source), tuple(range(1, 11)))()
+def compiled() -> Compiled:
+    return compile_model("llama-tiny", blocks=3, max_kv=MAX_KV)  # with its comments, which say what is whose
+
+
+@pytest.fixture(scope="module")
+def judge(compiled: Compiled) -> Judge:
+    return MutableSubject(Subject(compiled.manifest, emit(small_rings(compiled.plan))), tuple(range(1, 11)))()
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +73,11 @@ def found(judge: Judge) -> tuple[Place, ...]:
     records, _ = judge.points()
     assert judge.program.emulator is not None
     return places(records, judge.program.emulator.path, judge.subject.source, include())
+
+
+@pytest.fixture(scope="module")
+def facts(compiled: Compiled, found: tuple[Place, ...]) -> Facts:
+    return Facts(small_rings(compiled.plan), found, include())
 
 
 def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
@@ -76,11 +92,11 @@ def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
     assert len({(place.kind, place.frames) for place in found}) == len(found)
 
 
-def test_one_mutant_of_each_sort_is_noticed(judge: Judge, found: tuple[Place, ...]) -> None:
+def test_one_mutant_of_each_sort_is_noticed(judge: Judge, found: tuple[Place, ...], facts: Facts) -> None:
     """The last one of each: ops late in the step."""
     sorts: dict[tuple[Point, str], Mutant] = {}
     for mutant in mutants(found, 10**7):
-        if not any(e.kind is mutant.place.kind and mutant.place.within(e.function) for e in EQUIVALENT):
+        if not argument_for(mutant, facts):
             sorts[mutant.place.kind, mutant.what] = mutant
     verdicts = [judge.judge(mutant) for mutant in sorts.values()]
     assert [v.name for v in verdicts if v.possible and v.survived] == []
@@ -88,7 +104,23 @@ def test_one_mutant_of_each_sort_is_noticed(judge: Judge, found: tuple[Place, ..
     assert all(v.evidence for v in verdicts if v.killed_by)
 
 
-def test_without_a_mutant_nothing_is_noticed(judge: Judge, found: tuple[Place, ...]) -> None:
+def test_rings_are_small_enough_for_every_release_to_be_waited_for(compiled: Compiled, judge: Judge, found: tuple[Place, ...]) -> None:
+    made = small_rings(compiled.plan)
+    assert [ring.stages for _, ring in made.schedule.rings] == [4]  # a norm's vector and three tiles in registers
+    assert compiled.plan.schedule.rings[0][1].stages > 4 and not check_plan(made).findings
+    last = [place for place in found if place.op == "lm_head" and place.within("Reader::release") and place.within("consume_tiles")]
+    dropped = [m for m in mutants(last, 10**6) if m.place.kind is Point.ARRIVE and m.what == "arrival dropped"]
+    assert dropped and {judge.judge(mutant).killed_by for mutant in dropped} == {DEADLOCK}
+
+
+def test_half_of_one_arrival_is_no_mutant(judge: Judge, found: tuple[Place, ...]) -> None:
+    halves = [m for m in mutants(found, 10**6) if m.what == "half the arrivals"]
+    possible = {m.place.text: judge.judge(m).possible for m in halves}
+    assert possible == {"ptx::mbar_init(full + i, 1);": False, "ptx::mbar_init(empty + i, consumer_warps);": True}
+
+
+def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, judge: Judge, found: tuple[Place, ...]) -> None:
+    monkeypatch.setattr(judge, "seeds", (1,))
     nowhere = Mutant(Place(Point.WAIT, "", "", "", found[0].frames, "", ()), CHANGES[Point.WAIT][0])
     verdict = judge.judge(nowhere)
     assert not verdict.killed_by and not verdict.possible
@@ -97,6 +129,28 @@ def test_without_a_mutant_nothing_is_noticed(judge: Judge, found: tuple[Place, .
 def test_arguments_about_kernels_name_places_that_exist(found: tuple[Place, ...]) -> None:
     for e in EQUIVALENT:
         assert any(place.kind is e.kind and place.within(e.function) for place in found), e
+
+
+def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(facts: Facts, tmp_path: Path) -> None:
+    every = mutants(facts.places, 10**6)
+
+    function = {e.argument: e.function for e in EQUIVALENT}
+
+    def argued(some: Facts) -> set[str]:
+        return {function[argument] for m in every if (argument := argument_for(m, some))}
+
+    held = set(function.values())
+    assert argued(facts) == held
+    gave_up = replace(facts.places[0], frames=(Frame("mk::detail::give_up", "wait.h", 1),))
+    assert argued(replace(facts, places=(*facts.places, gave_up))) == held - {"Loader::drain", "may_run", "finish_step"}
+    lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
+    assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
+    refused = edited(facts.plan, lambda i: None if i.call == "gather" else i)
+    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain", "Publication::publish", "run_attention"}
+    shutil.copytree(include() / "megadsl", tmp_path / "megadsl")
+    with (tmp_path / "megadsl" / "block.h").open("a") as header:
+        header.write("if (ptx::ld_shared_volatile(smem.meeting) != 0) return;\n")
+    assert argued(replace(facts, headers=tmp_path)) == held - {"Block::meeting"}
 
 
 def test_the_command_counts_them() -> None:

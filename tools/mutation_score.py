@@ -1,9 +1,10 @@
 """The mutation scores of docs/verification.md.
 
-    python -m tools.mutation_score --out docs/measurements/mutants.json [--seeds 10] [--processes 2] [MODEL[/SYNC] ...]
+    python -m tools.mutation_score --out docs/measurements/mutants.json [--seeds 4] [--processes 2] [--part plan] [MODEL[/SYNC] ...]
 
-SYNC puts one kind of exchange on every edge: tagged, sentinel or flag; without it the model's own schedule stands. Tiny models are
-judged twice, as a plan by the checker and as a kernel in the emulator; others as plans. Rows are added to OUT as they are done.
+SYNC puts one kind of exchange on every edge: tagged, sentinel or flag; without it the model's own schedule stands. All are judged
+as plans by the checker, tiny models as kernels in the emulator too. OUT has a row a case, of two parts, and keeps the parts that were
+judged earlier; a part is added as soon as it is done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +37,47 @@ def compiled(model: str, sync: str, blocks: int | None) -> Compiled:
     return compile_model(kernel, config=config, tokens=TOKENS.get(model, 1), blocks=blocks, max_kv=MAX_KV if model in TOKENS else None)
 
 
-def judged(case: str, seeds: int, processes: int) -> dict[str, Any]:
-    """One row."""
+def plan_part(case: str) -> dict[str, Any]:
+    """The checker's score, of the plan that would run on a GPU."""
     model, _, sync = case.partition("/")
-    score, began = Score(), time.perf_counter()
-    whole = compiled(model, sync, None)
-    score.add_plan(whole.plan, machine(DEFAULT_ARCH), quiet=False)
-    row: dict[str, Any] = {"case": case, "tokens": TOKENS.get(model, 1), "blocks": whole.schedule.blocks}
-    if model in TOKENS:
-        score.add_kernel(compiled(model, sync, EMULATED_BLOCKS), range(1, seeds + 1), processes, quiet=False)
-        row |= {"emulated_blocks": EMULATED_BLOCKS, "seeds": seeds}
-    return {**row, **score.counts(), "seconds": round(time.perf_counter() - began)}
+    made, score = compiled(model, sync, None), Score()
+    score.add_plan(made.plan, machine(DEFAULT_ARCH), quiet=True)
+    return {"blocks": made.schedule.blocks, **score.counts()}
+
+
+def kernel_part(case: str, seeds: int, processes: int) -> dict[str, Any]:
+    """The emulated kernel's score, and what noticed each mutant."""
+    model, _, sync = case.partition("/")
+    score = Score()
+    score.add_kernel(compiled(model, sync, EMULATED_BLOCKS), range(1, seeds + 1), processes, quiet=True)
+    return {
+        "blocks": EMULATED_BLOCKS,
+        "seeds": seeds,
+        **score.counts(),
+        "noticed": [[r.name, r.killed_by] for r in score.rows if r.killed_by],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--part", choices=("plan", "kernel"), help="one part alone; default: both")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for case in args.cases:
-        rows: list[dict[str, Any]] = json.loads(args.out.read_text()) if args.out.exists() else []
-        row = judged(case, args.seeds, args.processes)
-        args.out.write_text(json.dumps([*(r for r in rows if r["case"] != case), row], indent=1) + "\n")
-        print({key: value for key, value in row.items() if key != "arguments"}, flush=True)
+        model = case.partition("/")[0]
+        for part in ("plan", "kernel"):
+            if args.part not in (None, part) or (part == "kernel" and model not in TOKENS):
+                continue
+            began = time.perf_counter()
+            found = plan_part(case) if part == "plan" else kernel_part(case, args.seeds, args.processes)
+            found |= {"date": date.today().isoformat(), "seconds": round(time.perf_counter() - began)}
+            rows = {row["case"]: row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
+            rows[case] = {"case": case, "tokens": TOKENS.get(model, 1), **rows.get(case, {}), part: found}
+            args.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+            print(case, part, {key: value for key, value in found.items() if key not in ("arguments", "noticed")}, flush=True)
 
 
 if __name__ == "__main__":

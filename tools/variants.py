@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
+from megadsl.runtime.program import Replay
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 from megadsl.types import KIB
 
@@ -86,29 +88,17 @@ def compile_variant(model: str, tokens: int, knobs: dict[str, str]) -> Compiled:
     return compile_model(kernel, config=config, tokens=tokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("variants", nargs="+")
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--kv", type=int, default=512)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    runs: list[tuple[str, Any, Generator]] = []
-    weights: TensorSource | None = None
-    floor_ms = 0.0
-    for text in args.variants:
-        name, _, rest = text.partition(":")
-        compiled = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item))
-        if weights is None:
-            source = random_weights(compiled.manifest, seed=7, device="cuda")
-            weights = TensorSource({n: source.load(n) for n in needed(compiled.manifest)})
-            floor_ms = 1e3 * floor_seconds(compiled.graph, machine(DEFAULT_ARCH), args.kv)
+def medians(made: Mapping[str, Compiled], tokens: int, kv: int) -> dict[str, float]:
+    """Milliseconds of a step of each, in rounds that all take part in; all on the same random weights."""
+    manifest = next(iter(made.values())).manifest
+    source = random_weights(manifest, seed=7, device="cuda")
+    weights = TensorSource({n: source.load(n) for n in needed(manifest)})
+    runs: list[tuple[str, Replay, Generator]] = []
+    for name, compiled in made.items():
         generator = Generator(compiled, weights, "cuda", progress=False)
-        generator.kv_len = args.kv
-        count = args.tokens
-        masks = [(2 << i) - 1 for i in range(count)]
-        generator.program.control.set_inputs(args.kv, list(range(1, count + 1)), list(range(args.kv, args.kv + count)), masks)
+        generator.kv_len = kv
+        masks = [(2 << i) - 1 for i in range(tokens)]
+        generator.program.control.set_inputs(kv, list(range(1, tokens + 1)), list(range(kv, kv + tokens)), masks)
         runs.append((name, generator.program.capture(), generator))
     times: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     for round_ in range(ROUNDS + 1):
@@ -121,7 +111,24 @@ def main() -> None:
             generator.program.check()
             if round_:
                 times[name].append(begin.elapsed_time(end) / REPLAYS)
-    rows = [{"variant": text, "ms": statistics.median(times[text.partition(":")[0]])} for text in args.variants]
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--kv", type=int, default=512)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    made: dict[str, Compiled] = {}
+    for text in args.variants:
+        name, _, rest = text.partition(":")
+        made[name] = compile_variant(args.model, args.tokens, dict(item.split("=") for item in rest.split(",") if item))
+    floor_ms = 1e3 * floor_seconds(next(iter(made.values())).graph, machine(DEFAULT_ARCH), args.kv)
+    times = medians(made, args.tokens, args.kv)
+    rows = [{"variant": text, "ms": times[text.partition(":")[0]]} for text in args.variants]
     for row in rows:
         print(f"{row['variant']:<40} {row['ms']:.4f} ms  {row['ms'] / floor_ms:.3f} x floor")
     if args.out:

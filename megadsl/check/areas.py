@@ -7,9 +7,9 @@ their barriers against Instr.syncs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TypeAlias
 
 from megadsl.check.model import Device, Matrix, Step
@@ -115,7 +115,8 @@ class Stream:
 
     def _keep(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
-        yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False))[:1]
+        solo = self._share(value) * self.device.tokens <= WARP_THREADS  # a thread a unit
+        yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False, solo))[:1]
         yield from self._kept(step, value, True)
 
     def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
@@ -151,7 +152,7 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        turns = count()
+        turns = itertools.count()
         for part, begin, end in self.device.parts(step.instr.op)[self.block]:
             own = end - begin
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)

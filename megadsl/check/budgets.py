@@ -22,7 +22,12 @@ def check_budgets(device: Device, machine: Machine, findings: Findings) -> list[
     registers = machine.registers_per_sm // max(1, warps * WARP_THREADS)
     end = max((a.offset + a.bytes for a in plan.areas), default=0)
     budgets = [
-        ("bytes of shared memory", max(plan.smem_bytes, end), machine.smem_for(plan.schedule.resident), "fewer or smaller ring stages, or fewer tokens"),
+        (
+            "bytes of shared memory",
+            max(plan.smem_bytes, end),
+            machine.smem_for(plan.schedule.resident),
+            "fewer or smaller ring stages, or fewer tokens",
+        ),
         ("bytes of shared memory that the launch asks for", end, plan.smem_bytes, "areas that end where the launch's bytes end"),
         ("warps", warps, min(machine.max_warps_per_block, plan.tunables.threads // WARP_THREADS), "fewer consumer or loader warps"),
         ("co-resident blocks", plan.schedule.blocks, machine.sms, "at most one block per SM"),

@@ -50,6 +50,12 @@ def with_exchange(of: Plan, name: str, **changes: Any) -> Plan:
     return with_words(made, f"{ident(name)}_exchange", words)
 
 
+def with_rings(of: Plan, stages: int) -> Plan:
+    """Every ring as deep as that; their areas stay as they are."""
+    rings = tuple((role, replace(ring, stages=stages)) for role, ring in of.schedule.rings)
+    return replace(of, schedule=replace(of.schedule, rings=rings))
+
+
 def with_area(of: Plan, name: str, **changes: Any) -> Plan:
     """An area of shared memory moved or resized, in the plan alone."""
     return replace(of, areas=tuple(replace(a, **changes) if a.name == name else a for a in of.areas))

@@ -1,9 +1,9 @@
 """Steps of several launches: what a launch may do before the one before has ended, and what it may expect to find.
 
 A launch begins while the one before still works, and the one before that may still be ending. So until it has waited (join_launch) a
-role may touch only what no launch writes: weights, and its own block's shared memory and registers. Those do not outlive a launch: what
-it reads there, it has written itself. Behind the join all that earlier launches did is over; the exchanges' proofs know it as a
-meeting of all blocks. Rings begin anew in each launch, so that each is proved as a program of its own.
+role may touch only what no launch writes: weights, and its own block's shared memory and registers. Those do not outlive a launch, and
+its rings begin anew: shared memory and rings of each launch are proved as those of a program of its own. Behind the join all that
+earlier launches did is over; the exchanges' proofs know it as a meeting of all blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from megadsl.check.memory import check_memory
 from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.check.ring import check_rings
@@ -24,12 +25,6 @@ BEFORE = declare(
     "{op!r} touches {what} before its launch has waited for the one before",
     "move the access behind join_launch: before it, a role may read weights alone",
 )
-LOST = declare(
-    "MK561",
-    "{op!r} reads {what}, which nothing in its launch has written",
-    "hand the value on through an exchange: shared memory and registers do not outlive a launch",
-)
-
 _CONSTANT, _LOCAL = frozenset({"weights"}), frozenset({"smem", "registers", "ring"})
 
 
@@ -37,12 +32,11 @@ def check_launches(device: Device, findings: Findings) -> list[str]:
     """Each launch alone: its accesses before the join, what it finds in its block, its rings."""
     found = launches(device.plan)
     for launch in found:
-        written: set[tuple[str, str]] = set()
         for role, body in (*((role, phase.body) for role, phase in launch.loads), ("consumer", launch.phase.body)):
             _early(role, body, findings)
-            written |= {(r.space, r.name) for i in _all(body) for r in i.writes}
-        _lost(launch, written, findings)
-        check_rings(Device(alone(device.plan, launch)), findings)
+        own = Device(alone(device.plan, launch))
+        check_memory(own, findings)
+        check_rings(own, findings)
     return [
         f"launches: {len(found)} kernels: each reads weights alone before the launch before it has ended, finds in its block what it has"
         " written itself, and takes all that it loads"
@@ -70,12 +64,3 @@ def _early(role: str, body: tuple[Instr, ...], findings: Findings) -> None:
                 if region.space not in _CONSTANT | _LOCAL or (region.space in _CONSTANT and region in each.writes):
                     rows = [(role, [shown(each), "joins later, or never"]), ("launch before", ["still works"])]
                     findings.add(BEFORE, each.span, rows, op=each.op, what=f"{region.space}.{region.name}")
-
-
-def _lost(launch: Launch, written: set[tuple[str, str]], findings: Findings) -> None:
-    bodies = [phase.body for _, phase in launch.loads] + [launch.phase.body]
-    for instr in (i for body in bodies for i in _all(body)):
-        for region in instr.reads:
-            if region.space in ("smem", "registers") and (region.space, region.name) not in written:
-                rows = [("this launch", [shown(instr)]), ("launch before", ["ended with its blocks' shared memory"])]
-                findings.add(LOST, instr.span, rows, op=instr.op, what=f"{region.space}.{region.name}")

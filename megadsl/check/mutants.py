@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from megadsl.check.areas import Access, Meet, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
+from megadsl.check.memory import LAYERS, block_kinds
 from megadsl.check.model import Device
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.shape import ident
@@ -74,21 +76,36 @@ def score_plan(plan: Plan, on: Machine, progress: Callable[[int, int], None] | N
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Mutants that are no mistake: which, in what plans, and why."""
+    """Mutants that are no mistake: which, why, and whether that holds for a plan and what the mutant made of it."""
 
     what: str
     where: str
     argument: str
-    holds: Callable[[Plan], bool] = lambda plan: True
+    holds: Callable[[Plan, PlanMutant], bool]
 
 
-def _one_pass(plan: Plan) -> bool:
+def _one_pass(plan: Plan, _: PlanMutant) -> bool:
     device = Device(plan)
     owned = (parts for op in device.ops[0] for parts in device.parts(op.name))
     return all(len(parts) == 1 and parts[0][2] - parts[0][1] <= plan.tunables.batch for parts in owned)
 
 
-def _asked_in_each_layer(plan: Plan) -> bool:
+def _one_instruction(plan: Plan, mutant: PlanMutant) -> bool:
+    """Whether a single instruction of all roles touches the exchange of the argmax that the mutant has changed."""
+    found = [i for program in plan.programs for i in _instructions(program)]
+    changed = next(i for i in found if f"{i.call} of {i.op} " in f"{mutant.where} " and i.call == "argmax")
+    names = {r.name for r in (*changed.reads, *changed.writes) if r.space == "exchange"}
+    return bool(names) and [i for i in found if names & {r.name for r in (*i.reads, *i.writes)}] == [changed]
+
+
+def _asked_elsewhere(plan: Plan, mutant: PlanMutant) -> bool:
+    """Whether in each layer a gather of the mutant still asks all blocks, or each is asked as the owner of something."""
+    loops = (item for p in mutant.plan.programs for item in p.body if isinstance(item, LayerLoop))
+    gathers = (i for loop in loops for phase in loop.body for instr in phase.body for i in instr.body)
+    return any(i.args.get("whole") is True for i in gathers) or _asked_in_each_layer(plan, mutant)
+
+
+def _asked_in_each_layer(plan: Plan, _: PlanMutant) -> bool:
     device = Device(plan)
     loops = (item for p in plan.programs for item in p.body if isinstance(item, LayerLoop))
     gathers = (i for loop in loops for phase in loop.body for instr in phase.body for i in instr.body if i.args.get("whole") is True)
@@ -98,7 +115,35 @@ def _asked_in_each_layer(plan: Plan) -> bool:
     return set().union(*asked, range(units)) >= set(range(device.blocks))
 
 
-def _met_behind_queries(plan: Plan) -> bool:
+def _kept_apart(_: Plan, mutant: PlanMutant) -> bool:
+    """Whether the barriers that are left keep all that a block's warps do around the publication apart."""
+    device = Device(mutant.plan)
+    return all(_clear(window) for block in block_kinds(device) for window in _windows(device, block, mutant.where))
+
+
+def _windows(device: Device, block: int, where: str) -> Iterator[list[Access]]:
+    """What the block does between the barriers before and behind each publication of an op."""
+    window: list[Access] = []
+    for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers)), Meet("")):
+        if isinstance(event, Access):
+            window.append(event)
+            continue
+        if any(f"{a.step.instr.call} of {a.step.instr.op} (" in where for a in window):
+            yield window
+        window = []
+
+
+def _clear(window: list[Access]) -> bool:
+    """No two of the accesses touch the same bytes, one of them writing, unless one warp does both or one instruction deals them out."""
+    for at, a in enumerate(window):
+        for b in window[at + 1 :]:
+            touch = a.begin < b.begin + b.size and b.begin < a.begin + a.size
+            if touch and (a.write or b.write) and not (a.solo and b.solo) and a.step != b.step:
+                return False
+    return True
+
+
+def _met_behind_queries(plan: Plan, _: PlanMutant) -> bool:
     queries = {op.q.value for op in Device(plan).ops[1]}
     found = (i for program in plan.programs for i in _instructions(program) if i.call == "publish" and i.args["value"] in queries)
     return all(i.syncs for i in found)
@@ -108,13 +153,16 @@ EQUIVALENT = (
     Equivalent(
         "a round late (round)",
         "argmax of",
-        "the argmax publishes and reads in one instruction: a constant added to its round moves both ends",
+        "the argmax publishes and reads in one instruction, and no other one touches its exchange: a constant added to its round moves"
+        " both ends",
+        _one_instruction,
     ),
     Equivalent(
         "idle blocks left out",
         "gather of",
-        "blocks that own nothing are waited for at another gather of the same round trip: the checker still finds every reader of a slot"
-        " ahead of its next writer (left out of all gathers at once, it does not)",
+        "blocks that own nothing are waited for at another gather of the same layer, so that the checker still finds every reader of a"
+        " slot ahead of its next writer",
+        _asked_elsewhere,
     ),
     Equivalent(
         "idle blocks left out",
@@ -132,8 +180,9 @@ EQUIVALENT = (
     Equivalent(
         "barrier 'done' dropped",
         "publish of",
-        "a survivor of this kind has no pair of accesses that the barrier alone keeps apart: in this plan the next op meets before it"
-        " touches what the first warp still reads; where it does not, the checker refuses the mutant",
+        "no two accesses to the same bytes are kept apart by it alone: in every kind of block the next barrier comes before others touch"
+        " what the first warp still reads",
+        _kept_apart,
     ),
     Equivalent(
         "half the bytes",
@@ -146,7 +195,7 @@ EQUIVALENT = (
 
 def argument_for(mutant: PlanMutant, plan: Plan) -> str:
     """Why the mutant of ``plan`` is no mistake, "" when nobody has said so."""
-    found = (e for e in EQUIVALENT if mutant.what == e.what and mutant.where.startswith(e.where) and e.holds(plan))
+    found = (e for e in EQUIVALENT if mutant.what == e.what and mutant.where.startswith(e.where) and e.holds(plan, mutant))
     return next((e.argument for e in found), "")
 
 

@@ -26,7 +26,10 @@ def command(
     replays: Annotated[int, typer.Option("--replays", min=2, metavar="N", help="Timed runs of each contestant.")] = 200,
     baseline: Annotated[
         Baseline,
-        typer.Option("--baseline", help="The same model in plain torch: its own kernels in a CUDA graph; torch.compile as well."),
+        typer.Option(
+            "--baseline",
+            help="Our own kernels, one op a launch; plain torch as well, its kernels in a CUDA graph; torch.compile as well.",
+        ),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
@@ -54,13 +57,14 @@ def command(
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts))) if max_kv is None else max_kv
     rows: list[Row] = []
 
-    def subject_of(count: int, **options: Any) -> Subject:
+    def subject_of(count: int, *, apart: bool = False, **options: Any) -> Subject:
         own = blocks_on(chosen, blocks)
-        compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=count, max_kv=room, blocks=own)
-        return Subject(compiled, chosen.value, options)
+        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "tokens": count, "max_kv": room, "blocks": own}
+        beside = compile_model(model, **shared, scope="op") if apart else None
+        return Subject(compile_model(model, **shared), chosen.value, options, beside)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
-        subject = subject_of(count)
+        subject = subject_of(count, apart=baseline is not Baseline.NONE)
         about = describe(subject)
         if not rows:
             typer.echo(f"{about['model']} on {about['device']}; {about['clock']}")

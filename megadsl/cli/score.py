@@ -41,11 +41,10 @@ class Score:
 
     def add_kernel(self, compiled: Compiled, seeds: Sequence[int], processes: int, *, quiet: bool) -> None:
         """Every mutant of the emulated kernel, under ``seeds`` until one shows it."""
-        from megadsl.runtime.explore import Subject
         from megadsl.runtime.mutants import score
 
         with _bar("kernel mutants", quiet=quiet) as progress:
-            verdicts = score(Subject(compiled.manifest, compiled.source), compiled.plan, seeds, processes, progress)
+            verdicts = score(compiled.manifest, compiled.plan, seeds, processes, progress)
         self.rows += [Row(v.name, v.killed_by, v.argument) for v in verdicts]
 
     @property
@@ -53,11 +52,11 @@ class Score:
         return [row.name for row in self.rows if not row.killed_by and not row.argument]
 
     def counts(self) -> dict[str, object]:
-        """total, killed, equivalent, by_checker, by_detector, by_deadlock, by_result, survivors, and the arguments by mutant."""
-        equivalent = {row.name: row.argument for row in self.rows if not row.killed_by and row.argument}
+        """total, killed, equivalent, by_checker, by_detector, by_deadlock, by_result, survivors, arguments: [mutant, why it is none]."""
+        equivalent = [row for row in self.rows if not row.killed_by and row.argument]
         noticed = {f"by_{who}": sum(row.killed_by == who for row in self.rows) for who in NOTICED_BY}
         counts: dict[str, object] = {"total": len(self.rows), "killed": sum(noticed.values()), "equivalent": len(equivalent)}
-        return {**counts, **noticed, "survivors": self.survivors, "arguments": equivalent}
+        return {**counts, **noticed, "survivors": self.survivors, "arguments": [[row.name, row.argument] for row in equivalent]}
 
     def lines(self) -> Iterator[str]:
         """A line a survivor, equivalents by their argument, and the sum."""

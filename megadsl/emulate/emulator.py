@@ -78,9 +78,9 @@ class LaunchReport:
         """Those of one step's launches as one: counts added, races and points one after the other, the rest of the last."""
         counts = ("steps", "collectives", "parks", "copies", "races_found", "observed", "refilled", "stale", "changes")
         lists = ("races", "points")
-        added = {name: sum(getattr(r, name) for r in reports) for name in counts}
-        joined = {name: tuple(item for r in reports for item in getattr(r, name)) for name in lists}
-        return replace(reports[-1], **added, **joined)
+        together: dict[str, Any] = {name: sum(getattr(r, name) for r in reports) for name in counts}
+        together |= {name: tuple(item for r in reports for item in getattr(r, name)) for name in lists}
+        return replace(reports[-1], **together)
 
 
 class Emulator:

@@ -1,21 +1,103 @@
-"""Mutants of a kernel that nothing can notice, because they are no mistake; and why."""
+"""Mutants of a kernel that nothing can notice, because they are no mistake; and why.
+
+Each argument rests on facts about this kernel, its plan and its headers, and counts only where they are found to hold.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
+from megadsl.check import check_plan
+from megadsl.check.edits import edited
 from megadsl.emulate.abi import Change, Point
-from megadsl.emulate.mutants import Mutant
+from megadsl.emulate.frames import Frame
+from megadsl.emulate.mutants import Mutant, Place
+from megadsl.ir.plan import Plan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What arguments may rest on: the plan of the kernel, every point that its launches passed, and the folder of its headers."""
+
+    plan: Plan
+    places: tuple[Place, ...]
+    headers: Path
+
+    @cached_property
+    def proved(self) -> bool:
+        """Whether the checker finds nothing in the plan."""
+        return not check_plan(self.plan).findings
+
+    def passes(self, function: str) -> bool:
+        """Whether any launch synchronised within a function of the headers, by its bare name."""
+        return any(frame.function.rpartition("::")[2] == function for place in self.places for frame in place.frames)
+
+    def proved_without(self, call: str, op: str, barrier: str) -> bool:
+        """Whether the checker finds nothing when an instruction of the plan does not meet at one of its barriers."""
+        without = edited(
+            self.plan,
+            lambda i: replace(i, syncs=tuple(s for s in i.syncs if s != barrier)) if (i.call, i.op) == (call, op) else i,
+        )
+        return without != self.plan and not check_plan(without).findings
+
+    def lines(self, pattern: str) -> list[str]:
+        """The lines of all headers of the kernel in which a regular expression is found."""
+        headers = sorted((self.headers / "megadsl").rglob("*.h"))
+        return [line.strip() for path in headers for line in path.read_text().splitlines() if re.search(pattern, line)]
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """The change at points of this kind that ``function`` of the headers leads to."""
+    """The change at points of this kind that ``function`` of the headers leads to, where ``holds`` says so."""
 
     kind: Point
     change: Change
     function: str
     argument: str
+    holds: Callable[[Place, Facts], bool]
+
+
+def _stays_bounded(place: Place, facts: Facts) -> bool:
+    """The same load waits for its stage's empty phase as well, and the consumers take every stage."""
+    beyond = _beyond(place.frames, "Loader::load")
+    others = (p for p in facts.places if p.kind is Point.PHASE and not p.within("Loader::retire"))
+    return facts.proved and any(beyond and _beyond(p.frames, "Loader::load") == beyond for p in others)
+
+
+def _beyond(frames: Sequence[Frame], function: str) -> tuple[Frame, ...]:
+    """The calls that lead to a function, from its caller on."""
+    at = next((i for i, frame in enumerate(frames) if frame.function.removeprefix("mk::") == function), len(frames))
+    return tuple(frames[at + 1 :])
+
+
+def _nobody_gave_up(_: Place, facts: Facts) -> bool:
+    return not facts.passes("give_up") and not facts.passes("tell_all")
+
+
+def _taken(place: Place, facts: Facts) -> bool:
+    return facts.proved and _nobody_gave_up(place, facts)
+
+
+def _only_a_window(_: Place, facts: Facts) -> bool:
+    """The word is read where the window is chosen, and the window is asked for where retire() is."""
+    reads, asks = facts.lines(r"ld_shared\w*(<\w+>)?\([^;]*meeting"), facts.lines(r"window\.now\(\)")
+    return [line.startswith("MK_DEV u32 now() const") for line in reads] == [True] and asks == ["while (in_flight >= window.now())"]
+
+
+def _proved_without_done(place: Place, facts: Facts) -> bool:
+    return facts.proved_without("publish", place.op, "done")
+
+
+def _proved_without_idle(place: Place, facts: Facts) -> bool:
+    """The barrier is the one of a block without a unit, which is run_attention's last."""
+    line = next(f.line for f in place.frames if f.function.removeprefix("mk::") == "run_attention")
+    text = (facts.headers / "megadsl" / "attention.h").read_text().splitlines()
+    last = max(i for i, found in enumerate(text, 1) if "block.sync()" in found)
+    return line == last and facts.proved_without("attention", place.op, "idle")
 
 
 EQUIVALENT = (
@@ -23,28 +105,58 @@ EQUIVALENT = (
         Point.PHASE,
         Change.DROP,
         "Loader::retire",
-        "the window orders nothing: it bounds how much is in flight. A stage is filled again behind its own empty phase, and consumers wait"
-        " for its full one",
+        "the window orders nothing: it bounds how much is in flight. The same load waits for its stage's empty phase too, and the"
+        " checker, which knows of no window, proves that consumers take every stage behind its full one",
+        _stays_bounded,
     ),
     Equivalent(
         Point.PHASE,
         Change.DROP,
         "Loader::drain",
-        "only a launch that was given up needs it: otherwise the consumers have waited for every copy, and shared memory outlives them",
+        "only a launch that was given up needs it, and none was: in every other the consumers wait for every copy, as the checker proves,"
+        " and shared memory outlives them",
+        _taken,
     ),
-    Equivalent(Point.SHARED, Change.DROP, "Block::meeting", "the word only chooses between two windows, which order nothing"),
+    Equivalent(
+        Point.SHARED,
+        Change.DROP,
+        "Block::meeting",
+        "in the headers the word is read where one of two windows is chosen and nowhere else, and the window orders nothing",
+        _only_a_window,
+    ),
     Equivalent(
         Point.LOAD,
         Change.NARROW,
         "may_run",
-        "within a launch only one that gives up writes the word; earlier launches are ordered before by their stream",
+        "within a launch only one that gives up writes the word, and none did; earlier launches are ordered before by their stream",
+        _nobody_gave_up,
     ),
-    Equivalent(Point.LOAD, Change.NARROW, "finish_step", "only a launch that gives up writes the word, and its results do not count"),
+    Equivalent(
+        Point.LOAD,
+        Change.NARROW,
+        "finish_step",
+        "only a launch that gives up writes the word, its results do not count, and none did",
+        _nobody_gave_up,
+    ),
+    Equivalent(
+        Point.BLOCK_BARRIER,
+        Change.DROP,
+        "Publication::publish",
+        "the checker proves this plan without the barrier behind the publication: the next op meets before it writes what was read",
+        _proved_without_done,
+    ),
+    Equivalent(
+        Point.BLOCK_BARRIER,
+        Change.DROP,
+        "run_attention",
+        "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
+        _proved_without_idle,
+    ),
 )
 
 
-def argument_for(mutant: Mutant) -> str:
-    """Why ``mutant`` is no mistake, "" when nobody has said so."""
+def argument_for(mutant: Mutant, facts: Facts) -> str:
+    """Why ``mutant`` is no mistake, "" when nobody has said so or what was said does not hold."""
     place = mutant.place
     found = (e for e in EQUIVALENT if e.kind is place.kind and e.change is mutant.change and place.within(e.function))
-    return next((e.argument for e in found), "")
+    return next((e.argument for e in found if e.holds(place, facts)), "")

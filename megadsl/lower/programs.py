@@ -19,7 +19,7 @@ from megadsl.types import Level, ceil_div
 
 WARP_THREADS = 32
 MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
-MAX_DENSE_UNITS, MAX_BESIDE_HELD = 16, 8  # where their addresses are constant steps; beside tiles that are held in registers
+MAX_DENSE_UNITS = 8  # where their addresses are constant steps
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Builder:
     def position(self, op: str) -> int:
         return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
 
-    def polls(self, op: Op, ref: ValueRef, whole: bool) -> dict[str, int]:
-        """Units and extra vectors that a thread polls together while ``op`` gathers ``ref``: all of them, up to a limit, in equal rounds;
+    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
+        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to a limit, in equal rounds;
         whether units lie densely, and whether all threads then have as many (mk::DensePoll)."""
         exchange = self.exchange(ref.value)
         threads = self.schedule.consumer.warps * WARP_THREADS
@@ -53,7 +53,7 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
         each = max(1, ceil_div(units, threads))
-        most = (MAX_BESIDE_HELD if self.held(op) else MAX_DENSE_UNITS) if dense else MAX_UNITS
+        most = MAX_DENSE_UNITS if dense else MAX_UNITS
         at_once = ceil_div(each, ceil_div(each, most))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
@@ -395,7 +395,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(prologue_values(op)):
         # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
         whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(op, _at_once(builder, op, ref), whole)
+        polls = builder.polls(_at_once(builder, op, ref), whole)
         yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
 
 
@@ -453,7 +453,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
-        **builder.polls(op, _unit_features(op), False), "parts_wire": parts.wire,
+        **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
         "holds": builder.held(op) > 0,
     }  # fmt: skip

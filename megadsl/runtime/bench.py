@@ -7,6 +7,7 @@ where the fidelity gate passes.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from megadsl.runtime.bench_baselines import Prepared, Task, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.generate import Compiled, Generator
-from megadsl.runtime.program import Replay, resolve_device
+from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 
 NO_ROOM = declare(
@@ -47,7 +48,8 @@ class Row:
     """What was found for one (tokens, kv).
 
     ``host_us`` is the host's time for one launch without a graph (None in the emulator); ``differ`` counts replays whose logits were
-    other bits than the first one's. ``baselines`` have their time, or the reason why there is none.
+    other bits than the first one's. ``baselines`` have their time, or the reason why there is none; so have ``launches``, our own
+    kernels one op a launch.
     """
 
     tokens: int
@@ -59,6 +61,7 @@ class Row:
     differ: int
     host_us: float | None
     baselines: tuple[BaselineRow, ...]
+    launches: BaselineRow | None = None
 
     @property
     def passed(self) -> bool:
@@ -80,6 +83,7 @@ class Row:
             "tokens_equal": compared - len(self.gate.tokens.differing), "tokens_compared": compared,
             **_time_fields(self.times, self.floor_ms), "floor_ms": self.floor_ms,
             "replays": self.replays, "replays_that_differ": self.differ, "host_us_per_launch": self.host_us,
+            "one_op_a_launch": None if self.launches is None else self.launches.fields(self.floor_ms),
             "baselines": [row.fields(self.floor_ms) for row in self.baselines],
             "best_baseline": None if best is None else best[0],
             "best_baseline_over_ours": None if best is None else best[1] / self.times.median,
@@ -95,7 +99,7 @@ class Row:
             f" gate {verdict}: {self.gate.ours.mean:.3e} against bf16 {self.gate.bf16.mean:.3e},"
             f" tokens {agreed}/{self.gate.tokens.compared}, replays that differ {self.differ}"
         )
-        for row in self.baselines:
+        for row in (*((self.launches,) if self.launches is not None else ()), *self.baselines):
             yield f"    {row.name}: {row.text(self.times.median)}"
 
 
@@ -145,10 +149,11 @@ class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
     Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to
-    the Program. Turns TF32 off for the process. Raises what Generator does.
+    the Program. ``apart`` is the same model compiled with one op a launch, to be timed beside it. Turns TF32 off for the process.
+    Raises what Generator does.
     """
 
-    def __init__(self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None, apart: Compiled | None = None) -> None:
         torch.set_float32_matmul_precision("highest")  # the oracle is fp32
         self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
         self.max_kv = int(self.manifest["max_kv"])
@@ -157,6 +162,10 @@ class Subject:
         source = random_weights(self.manifest, _SEED, where)
         weights = {name: source.load(name) for name in needed(self.manifest)}
         self.generator = Generator(compiled, TensorSource(weights), where, progress=False, **dict(options or {}))
+        self.apart: Program | None = None
+        if apart is not None:
+            arena = self.generator.program.buffers["weights"]
+            self.apart = Program(apart.manifest, apart.source, where, arena)
         self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
         self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
         self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
@@ -172,7 +181,7 @@ class Subject:
         """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
         self._random.manual_seed(1000 + rows)
         self.generator.reset()
-        kv = self.generator.program.kv
+        programs = [self.generator.program, *([self.apart] if self.apart is not None else [])]
         for (cache, layer), (keys, values) in self.oracle.caches.items():
             shape = keys[:, :rows].shape
             k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
@@ -180,8 +189,9 @@ class Subject:
             for its, new in (((keys, bf16[0], plain[0][0]), k), ((values, bf16[1], plain[1][0]), v)):
                 for tensor in its:
                     tensor[:, :rows] = new.to(tensor)
-            assert kv is not None
-            kv.write(layer, k, v)
+            for program in programs:
+                assert program.kv is not None
+                program.kv.write(layer, k, v)
         self.generator.kv_len = self.oracle.kv_len = self.bf16.kv_len = rows
 
     def judge(self) -> Gate:
@@ -209,20 +219,23 @@ class Subject:
         self.plain.set_inputs(ids, kv)
         task = Task(self.plain, kv + self.count, self.bf16.step(ids), self.oracle.step(ids))
         baselines = prepare(task, which, budget_s, self.clock, replays)
-        ours, differ = self._contestant(self._ready(ids, kv))
-        rivals = [rival for baseline in baselines if (rival := baseline.contestant()) is not None]
+        program = self.generator.program
+        ours, differ = self._contestant(self._ready(program, ids, kv))
+        apart = None if self.apart is None or which is Baseline.NONE else self._apart(self.apart, ids, kv)
+        rivals = [rival for each in (apart, *baselines) if each is not None and (rival := each.contestant()) is not None]
         times = self.clock.times([ours, *rivals], replays)
-        self.generator.program.check()
+        program.check()
         rows = tuple(BaselineRow(baseline, times.get(baseline.name)) for baseline in baselines)
-        host_us = host_microseconds(self.generator.program)
-        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows)
+        launches = None if apart is None else BaselineRow(apart, times.get(apart.name))
+        host_us = host_microseconds(program)
+        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows, launches)
 
     def timed(self, kv: int, replays: int) -> Timed:
         """The step on ``kv`` cached rows, alone: its median time, its logits, and its timeline where the build leaves one."""
         self.fill(kv)
-        ours, _ = self._contestant(self._ready(self._ids(), kv))
-        times = self.clock.times([ours], replays)
         program = self.generator.program
+        ours, _ = self._contestant(self._ready(program, self._ids(), kv))
+        times = self.clock.times([ours], replays)
         program.check()
         return Timed(times[ours.name].median, program.logits.cpu().clone(), program.buffers["trace"].cpu().numpy().copy())
 
@@ -230,11 +243,23 @@ class Subject:
         ids: list[int] = torch.randint(0, self.manifest["vocab"], (self.count,), generator=self._random, device=self.device).tolist()
         return ids
 
-    def _ready(self, ids: Sequence[int], kv: int) -> Replay:
+    def _ready(self, program: Program, ids: Sequence[int], kv: int) -> Replay:
         """The step on these ids, captured: it may be replayed any number of times, since it overwrites what it has appended."""
         masks = [(2 << i) - 1 for i in range(self.count)]
-        self.generator.program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
-        return self.generator.program.capture()
+        program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
+        return program.capture()
+
+    def _apart(self, program: Program, ids: Sequence[int], kv: int) -> Prepared:
+        """The step with one op a launch, behind the megakernel's first replay: it has to leave the same bits."""
+        began = time.monotonic()
+        step = self._ready(program, ids, kv)
+        step.replay()
+        program.check()
+        same = torch.equal(program.logits.view(torch.int32), self.generator.program.logits.view(torch.int32))
+        graph = "in a CUDA graph of dependent launches" if self.device.type == "cuda" else "launch by launch"
+        name = f"one op a launch ({len(program.manifest['launches'])}), {graph}"
+        wrong = None if same else "its logits have other bits than the megakernel's"
+        return Prepared(name, "ours", time.monotonic() - began, wrong, run=step.replay if same else None)
 
     def _contestant(self, step: Replay) -> tuple[Contestant, torch.Tensor]:
         """The kernel, and a count of its replays whose logits are other bits than those of a first one."""

@@ -102,7 +102,7 @@ def prepare(task: Task, which: Baseline, budget_s: float, clock: Clock, replays:
     Torch's own kernels use the form of attention that is fastest in at most ``replays`` runs; torch.compile gets that one, then, in what
     is left of ``budget_s`` seconds, the one it can fuse. A failure is one of the results.
     """
-    if which is Baseline.NONE:
+    if which in (Baseline.NONE, Baseline.LAUNCHES):
         return []
     torch._dynamo.reset()
     plain, *unfit = _eager(task, clock, min(replays, _TRIAL_REPLAYS))

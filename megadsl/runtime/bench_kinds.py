@@ -6,8 +6,9 @@ from enum import StrEnum
 
 
 class Baseline(StrEnum):
-    """Nothing; torch's own kernels in a CUDA graph; these and torch.compile."""
+    """Nothing; our own kernels, one op a launch; these and torch's own, both in a CUDA graph; all that and torch.compile."""
 
     NONE = "none"
+    LAUNCHES = "launches"
     EAGER_GRAPH = "eager-graph"
     COMPILE = "compile"

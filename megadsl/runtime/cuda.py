@@ -46,7 +46,6 @@ CALL_FAILED = declare(
 )
 
 
-
 def call(name: str, *arguments: Any) -> Any:
     """Call the driver function ``name``; its result (None, a value or a tuple). MK446 when it fails."""
     status, *values = getattr(driver, name)(*arguments)

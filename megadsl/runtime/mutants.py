@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 from megadsl.build.host import DETECT
 from megadsl.check import check_plan
-from megadsl.check.edits import edited
+from megadsl.check.edits import with_rings
 from megadsl.check.model import Device
+from megadsl.check.ring import TILES_AT_ONCE
 from megadsl.diagnostics import MegadslError
-from megadsl.emulate.abi import Point, PointRecord
-from megadsl.emulate.equivalent import argument_for
+from megadsl.emit import emit
+from megadsl.emulate.abi import Point, PointRecord, Policy
+from megadsl.emulate.equivalent import Facts, argument_for
 from megadsl.emulate.explore import policy_of
 from megadsl.emulate.mutants import Mutant, mutants, places
 from megadsl.emulate.pool import spread
 from megadsl.ir.plan import Plan
-from megadsl.lower.shape import ident
+from megadsl.lower.operands import vectors
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Outcome, Subject
 
 RECORDED_SEEDS = (0, 1, 4)  # all alike, a slow loader, a frozen block: waits that pass at once in one schedule do not in another
+ARGUED_LAUNCHES = 2  # an empty cache, and one of several chunks
 PATIENCE = 6  # a mutant's launch counts as hung after so many times the steps of the longest recorded one
 
 DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
-
-
-@dataclass(frozen=True)
-class WordMutant:
-    """A word of Shape with another value: fewer slots than the exchange's protocol needs."""
-
-    what: str
-    index: int
-    value: int
-
-    def __str__(self) -> str:
-        return self.what
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,6 @@ class MutableSubject:
 
     subject: Subject
     seeds: tuple[int, ...]
-    apart: frozenset[str] = frozenset()  # ops whose publishing the checker proves right without the barrier behind it
 
     def __call__(self) -> Judge:
         return Judge(self)
@@ -78,7 +70,7 @@ class Judge:
     """Runs mutants of one subject."""
 
     def __init__(self, made: MutableSubject) -> None:
-        self.subject, self.seeds, self.apart = made.subject, made.seeds, made.apart
+        self.subject, self.seeds = made.subject, made.seeds
         self.arena = self.subject.weights()
         self.program = self.subject.program(self.arena, {DETECT: "1"})
         self.changes = 0  # mistakes made by the mutant that is being judged
@@ -101,42 +93,27 @@ class Judge:
         self.program.record_points = False
         return list(found.values()), steps
 
-    def judge(self, mutant: Mutant | WordMutant) -> Verdict:
-        """Run the mutant under each seed until something notices it. One that should be no mistake is put to two of them."""
-        manifest = self.subject.manifest
-        if isinstance(mutant, Mutant):
-            self.program.mutant = mutant
-        else:
-            shape = [mutant.value if i == mutant.index else word for i, word in enumerate(manifest["shape"])]
-            self.program.manifest = {**manifest, "shape": shape}
-        argument = self._argument(mutant)
-        self.changes = 0 if isinstance(mutant, Mutant) else 1
+    def judge(self, mutant: Mutant, argument: str = "") -> Verdict:
+        """Run the mutant under each seed until something notices it. Where ``argument`` says why nothing should, two launches under
+        the first seed put that to the test."""
+        self.program.mutant = mutant
+        self.changes = 0
         try:
-            for seed in self.seeds[:2] if argument else self.seeds:
-                killed_by, evidence = self._run(seed)
+            for seed in self.seeds[:1] if argument else self.seeds:
+                killed_by, evidence = self._run(seed, ARGUED_LAUNCHES if argument else None)
                 if killed_by:
                     return Verdict(str(mutant), killed_by, seed, evidence, "", max(self.changes, 1))
-                if self.changes == 0:
-                    break
+                if self.changes == 0 and mutant.place.kind is Point.INIT:
+                    break  # every schedule initialises alike; other points may be passed in the next one
         finally:
-            self.program.mutant, self.program.manifest = None, manifest
+            self.program.mutant = None
         return Verdict(str(mutant), "", None, "", argument, self.changes)
 
-    def _argument(self, mutant: Mutant | WordMutant) -> str:
-        if isinstance(mutant, WordMutant):
-            return ""
-        place = mutant.place
-        if place.kind is Point.BLOCK_BARRIER and place.within("Publication::publish") and place.op in self.apart:
-            return (
-                "the checker proves this plan without the barrier behind the publication: the next op meets before it writes what was read"
-            )
-        return argument_for(mutant)
-
-    def _run(self, seed: int) -> tuple[str, str]:
+    def _run(self, seed: int, launches: int | None) -> tuple[str, str]:
         program = self.program
         program.seed, program.policy = seed, policy_of(seed)
         try:
-            for step, (outcome, report) in enumerate(self.subject.launches(program)):
+            for step, (outcome, report) in enumerate(islice(self.subject.launches(program), launches)):
                 self.changes += report.changes
                 if report.races:
                     return DETECTOR, str(report.races[0])
@@ -151,44 +128,44 @@ class Judge:
         return "", ""
 
 
-def fewer_slots(plan: Plan) -> tuple[WordMutant, ...]:
-    """Each exchange of sentinels with half its slots, and with half of those. What the other kinds need is the checker's to say."""
-    sentinels = {f"{ident(e.name)}_exchange" for e in plan.exchanges if e.wire == "Sentinel"}
-    found: list[WordMutant] = []
-    at = 0
-    for record in plan.shape:
-        if record.type == "mk::ExchangeShape" and record.name in sentinels:
-            slots = record.words[2]
-            while (slots := slots // 2) > 0:
-                found.append(WordMutant(f"{slots} slots instead of {record.words[2]}: {record.name}", at + 2, slots))
-        at += len(record.words)
-    return tuple(found)
+def small_rings(plan: Plan) -> Plan:
+    """The plan with as few stages a ring as let an op take its vectors and its first tiles without any being filled anew.
+
+    Where a ring holds all that an op streams, nobody waits for a stage that the op lets go of, and mistakes there go unnoticed. Where
+    it holds less than an op takes at once, warps wait for each other at its stages, and mistakes of barriers go unnoticed.
+    """
+    device = Device(plan)
+    at_once = (device.held(op.name) + len(vectors(op)) for op in device.ops[0])
+    made = with_rings(plan, max(TILES_AT_ONCE + 1, *at_once))
+    return plan if check_plan(made).findings else made
 
 
 def score(
-    subject: Subject, plan: Plan, seeds: Sequence[int], processes: int = 1, progress: Callable[[int, int], None] | None = None
+    manifest: Mapping[str, Any],
+    plan: Plan,
+    seeds: Sequence[int],
+    processes: int = 1,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Verdict, ...]:
-    """What becomes of every mutant of the subject's kernel under ``seeds``; ``plan`` is the kernel's.
+    """What becomes of every mutant of the plan's kernel, with small rings, under ``seeds``.
 
-    ``progress`` is told how many of how many are judged. Raises MK362 without addr2line.
+    ``manifest`` is the compiler's, for a few blocks. ``progress`` is told how many of how many are judged. Raises MK362 without
+    addr2line.
     """
-    made = MutableSubject(subject, tuple(seeds), _apart(plan))
+    plan = small_rings(plan)
+    order = sorted(seeds, key=lambda seed: policy_of(seed) is not Policy.LATE_COPIES)  # shows most, in half the steps of a slow loader
+    made = MutableSubject(Subject(dict(manifest), emit(plan)), tuple(order))
     judge = made()
     records, steps = judge.points()
     assert judge.program.emulator is not None
-    found = places(records, judge.program.emulator.path, subject.source, include())
-    todo: list[Mutant | WordMutant] = [*mutants(found, steps * PATIENCE), *fewer_slots(plan)]
+    found = places(records, judge.program.emulator.path, made.subject.source, include())
+    facts = Facts(plan, found, include())
+    todo = [(mutant, argument_for(mutant, facts)) for mutant in mutants(found, steps * PATIENCE)]
     factory = made if processes > 1 else lambda: judge  # one process need not make another
     report = None if progress is None else lambda done: progress(done, len(todo))
-    verdicts = spread(factory, Judge.judge, todo, processes, report)
+    verdicts = spread(factory, _judge, todo, processes, report)
     return tuple(verdict for verdict in verdicts if verdict.possible)
 
 
-def _apart(plan: Plan) -> frozenset[str]:
-    device = Device(plan)
-    publishing = {step.instr.op for step in device.steps(device.consumer, 1) if step.instr.call == "publish" and "done" in step.instr.syncs}
-
-    def alone(op: str) -> Plan:
-        return edited(plan, lambda i: replace(i, syncs=()) if i.call == "publish" and i.op == op else i)
-
-    return frozenset(op for op in publishing if not check_plan(alone(op)).findings)
+def _judge(judge: Judge, item: tuple[Mutant, str]) -> Verdict:
+    return judge.judge(*item)

@@ -228,13 +228,22 @@ class Program:
             # the threads of a warp wait together: once is enough
             raise MegakernelHang(list(dict.fromkeys(describe_wait(self.manifest, vars(hang)) for hang in report.hangs)))
 
-
     def _launch_all(self, emulator: Emulator) -> LaunchReport:
         """Every launch of a step, until one hangs; what they report, together."""
         reports: list[LaunchReport] = []
         for kernel, layer in self.manifest["launches"]:
-            options = {"seed": self.seed, "policy": self.policy, "mutant": self.mutant, "record_points": self.record_points}
-            reports.append(emulator.launch(self.manifest, self.addresses(), kernel=kernel, layer=layer, **options))
+            reports.append(
+                emulator.launch(
+                    self.manifest,
+                    self.addresses(),
+                    seed=self.seed,
+                    policy=self.policy,
+                    mutant=self.mutant,
+                    record_points=self.record_points,
+                    kernel=kernel,
+                    layer=layer,
+                )
+            )
             if reports[-1].hung:
                 break
         return LaunchReport.of(reports)

@@ -36,6 +36,7 @@ MK_FN void mbar_init(char* b, u32 arrivals, detect::Pc pc) {
   check_shared(b, 8, 8);
   detect::barrier_initialised(b, pc);
   const Change change = detect::change_at(Point::kInit, pc);
+  if (change == Change::kHalve && arrivals == 1) --rt.result->changes;  // half of one arrival is none, which PTX forbids: no change
   if (change == Change::kHalve && arrivals > 1) arrivals /= 2;
   if (change == Change::kMore) ++arrivals;
   if (arrivals == 0 || arrivals > kTxLimit) fault("mbarrier initialised with %u arrivals (1 to %ld)", arrivals, kTxLimit);

@@ -244,6 +244,10 @@ MK_FN int schedule(Machine& m) {
       abort_launch(m);
       limit = r.steps + kStepsAfterAbort;
     }
+    if (rt.args->change != Change::kNone && (rt.aborted || r.races_found != 0)) {
+      rt.aborted = true;  // a mutant has been noticed: what else would happen is of no interest
+      break;
+    }
   }
   while (!rt.agents.empty() && !rt.failed) complete_earliest_agent();
   if (rt.aborted) return kHung;  // a fault after that is a consequence: data that was given up

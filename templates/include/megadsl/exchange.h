@@ -169,26 +169,27 @@ struct Poll {
 };
 
 // The same where units travel whole and all blocks own equally many of them: a unit's place then follows from its number, whoever owns
-// it. kEven: all threads have kUnits units in every round.
-template <u32 kUnits_, bool kEven_>
+// it. kEven: all threads have kUnits units in every round. kSpread: blocks take a thread's units in different orders. All blocks gather
+// at the same time, and what they all want at once comes from one place in L2.
+template <u32 kUnits_, bool kEven_, bool kSpread_ = (kUnits_ > 2)>
 struct DensePoll {
   static constexpr u32 kUnits = kUnits_;
   static constexpr u32 kExtras = 1;
   static constexpr bool kWhole = false;  // no block has nothing to send
   static constexpr bool kDense = true;
   static constexpr bool kEven = kEven_;
+  static constexpr bool kSpread = kSpread_;
 };
 
-// The `i`-th of the items that are dealt out to `threads` threads in turn, kTokens to a group. Where a thread's are all of one token,
-// the compiler sees constant steps.
+// One of the items, kTokens to a group, that are dealt out to `threads` threads in turn; `before` of them, a multiple of the threads,
+// come before the threads' turn. Where a thread's items are all of one token, the compiler sees constant steps.
 template <u32 kTokens>
 struct Dealt {
   u32 item, group, token;
-  MK_DEV Dealt(u32 i, u32 thread, u32 threads) : item(i * threads + thread) {
+  MK_DEV Dealt(u32 before, u32 thread, u32 threads) : item(before + thread) {
     const bool steady = threads % kTokens == 0;
-    const u32 own = thread % threads;  // known to be less: then the compiler can tell its part of an address from that of `i`
-    group = steady ? i * (threads / kTokens) + own / kTokens : item / kTokens;
-    token = steady ? own % kTokens : item % kTokens;
+    group = steady ? before / kTokens + thread / kTokens : item / kTokens;
+    token = steady ? thread % kTokens : item % kTokens;
   }
 };
 
@@ -280,7 +281,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   const Items items(cx, e, wanted);
 #pragma unroll 1
   for (u32 step = 0; step * threads * P::kUnits < items.units + items.silent || step * threads * P::kExtras < items.extras; ++step) {
-    const auto unit_item = [&](u32 i) { return Dealt<kTokens>(step * P::kUnits + i, thread, threads); };
+    const auto unit_item = [&](u32 i) { return Dealt<kTokens>((step * P::kUnits + i) * threads, thread, threads); };
     u32 at[kPolls], pending = 0;
     typename Items::Extra extra[P::kExtras];
 #pragma unroll
@@ -319,25 +320,28 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   }
 }
 
-// gather_units of one range of units that lie densely: a thread's are constant steps apart.
+// gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
 template <class Wire, u32 kTokens, class P, class Unit>
 MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit) {
   static_assert(P::kDense && Wire::kWholeUnits && !Wire::kFlagged, "units that are their own flags");
-  const u32 units = wanted.count * kTokens;
+  const u32 units = wanted.count * kTokens, size = P::kUnits * threads, steps = ceil_div(units, size);
+  const u32 first_step = P::kSpread ? cx.block / P::kUnits & (steps - 1) : 0, first = P::kSpread ? cx.block % P::kUnits * threads : 0;
 #pragma unroll 1
-  for (u32 step = 0; step * P::kUnits * threads < units; ++step) {
-    const u32 begin = step * P::kUnits * threads + thread, at = wanted.first * kTokens + begin;
-    const u32x4* from = round.vectors + at;
-    const auto exists = [&](u32 i) { return P::kEven || begin + i * threads < units; };
+  for (u32 step = 0; step < steps; ++step) {
+    const u32 turn = step + first_step, begin = (turn < steps ? turn : turn - steps) * size;
+    const auto before = [&](u32 i) {  // each of them once, from `first` on
+      return (P::kUnits & (P::kUnits - 1)) == 0 ? i * threads ^ first : min_u32(i * threads + first, i * threads + first - size);
+    };
+    const u32x4* from = round.vectors + (wanted.first * kTokens + begin + thread);
     u32 pending = (1u << P::kUnits) - 1;
 #pragma unroll
     for (u32 i = 0; i < P::kUnits; ++i)
-      if (!exists(i)) pending &= ~(1u << i);
+      if (!P::kEven && begin + before(i) + thread >= units) pending &= ~(1u << i);
     u32x4 v[P::kUnits] = {};
-    wait<ptx::kPollsAtOnce>(cx, site, at, round.sequence, [&](u32& observed) {
+    wait<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + i * threads);
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
@@ -346,10 +350,8 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
       return pending == 0;
     });
 #pragma unroll
-    for (u32 i = 0; i < P::kUnits; ++i) {
-      const Dealt<kTokens> d(step * P::kUnits + i, thread, threads);
-      if (exists(i)) unit(d.group, d.token, v[i]);
-    }
+    for (u32 i = 0; i < P::kUnits; ++i)
+      if (P::kEven || begin + before(i) + thread < units) unit(begin + before(i), v[i]);
   }
 }
 

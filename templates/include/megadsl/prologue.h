@@ -33,7 +33,15 @@ MK_DEV void store8(smem_ptr<char> rows, u32 column, u32 token, const float (&v)[
                           u32x2{ptx::pack_bf16(v[2 * range], v[2 * range + 1]), ptx::pack_bf16(v[2 * range + 4], v[2 * range + 5])});
 }
 
-// Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(group,
+// Where a unit's operand lies in an activation buffer. Whole panels are as large as the units that fill them.
+template <u32 kTokens>
+MK_DEV smem_ptr<char> operand_place(smem_ptr<char> rows, u32 before, u32 thread, u32 threads) {
+  const bool panels = threads % (4 * kTokens) == 0;
+  const Dealt<kTokens> d(panels ? 0 : before, thread, threads);
+  return rows.template at<char>(activation_offset<kTokens>(d.group * kGroupRows, d.token) + (panels ? before * 16 : 0));
+}
+
+// Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(place, group,
 // token, bits)` and `last(group, token, bits)` are for what has arrived, see gather_units.
 template <class Wire, class P, class B, class Unit, class Last>
 MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
@@ -46,12 +54,17 @@ MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 
     ptx::st_shared<u16>(into.template at<u16>(activation_offset<kTokens>(filled + i / kTokens, i % kTokens)), u16(0));
   const Round round = exchange_round(block.buffers, e, sequence);
   if constexpr (P::kDense) {
-    gather_dense<Wire, kTokens, P>(block.cx, site, round, wanted, block.thread, B::kThreads, unit);
+    gather_dense<Wire, kTokens, P>(block.cx, site, round, wanted, block.thread, B::kThreads, [&](u32 before, u32x4 x) {
+      const Dealt<kTokens> d(before, block.thread, B::kThreads);
+      unit(operand_place<kTokens>(into, before, block.thread, B::kThreads), d.group, d.token, x);
+    });
   } else {
     const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
     gather_units<Wire, kTokens, P, 1>(
         block.cx, site, e, round, {{wanted}, {owners}}, block.thread, B::kThreads,
-        [&](u32, u32 group, u32 token, u32x4 x) { unit(group, token, x); },
+        [&](u32, u32 group, u32 token, u32x4 x) {
+          unit(into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)), group, token, x);
+        },
         [&](u32, u32 group, u32 token, u16 bits) { return last(group, token, bits); });
   }
 }
@@ -87,7 +100,7 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_groups<Wire, P>(
       block, site, e, sequence, begin, features, columns, into,
-      [&](u32 group, u32 token, u32x4 x) { store_operand<Wire, kTokens>(place(group, token), x); },
+      [&](smem_ptr<char> at, u32, u32, u32x4 x) { store_operand<Wire, kTokens>(at, x); },
       [&](u32 group, u32 token, u16 bits) {
         return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kTokens * 32 + 6), bits); };
       });
@@ -160,7 +173,7 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32, kInUnit = Wire::kWholeUnits ? 8 : 7;
   constexpr bool kLater = P::kUnits > kUnitsInRegisters;
   const auto place = [&](u32 group, u32 token) { return places[0].template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
-  const auto finish = [&](u32 group, u32 token, u32x4 x) {
+  const auto finish = [&](smem_ptr<char> at, u32 group, u32 token, u32x4 x) {
         float args[kArgs][8], out[8] = {}, sums[Rows::kCount];
         unpack8(x, args[0]);
 #pragma unroll
@@ -178,7 +191,6 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           for (u32 i = 0; i < Rows::kCount && j < 7; ++i) sums[i] = j == 0 ? of[i] : Rows::both(i, sums[i], of[i]);
         }
         Rows::add(rows.firsts, token, sums);
-        const smem_ptr<char> at = place(group, token);
         ptx::st_shared<u32x2>(at.template at<u32x2>(0), u32x2{ptx::pack_bf16(out[0], out[1]), ptx::pack_bf16(out[4], out[5])});
         if (Wire::kWholeUnits) {
           ptx::st_shared<u32x2>(at.template at<u32x2>(kRange), u32x2{ptx::pack_bf16(out[2], out[3]), ptx::pack_bf16(out[6], out[7])});
@@ -189,9 +201,9 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
       };
   gather_groups<Wire, P>(
       block, site, e, sequence, begin, features, columns, places[0],
-      [&](u32 group, u32 token, u32x4 x) {
-        if (kLater) store_operand<Wire, kTokens>(place(group, token), x);
-        else finish(group, token, x);
+      [&](smem_ptr<char> at, u32 group, u32 token, u32x4 x) {
+        if (kLater) store_operand<Wire, kTokens>(at, x);
+        else finish(at, group, token, x);
       },
       [&](u32 group, u32 token, u16 bits) {
         const u32 column = group * kGroupRows + 7;
@@ -208,9 +220,10 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
   if (!kLater) return;
   const u32 units = ceil_div(features, kGroupRows) * kTokens;
 #pragma unroll 1
-  for (u32 i = 0; i * B::kThreads + block.thread < units; ++i) {
-    const Dealt<kTokens> d(i, block.thread, B::kThreads);  // as gather_groups deals them out: nobody else has written there
-    finish(d.group, d.token, load_operand<Wire, kTokens>(place(d.group, d.token)));
+  for (u32 before = 0; before + block.thread < units; before += B::kThreads) {
+    const Dealt<kTokens> d(before, block.thread, B::kThreads);  // as gather_groups deals them out: nobody else has written there
+    const smem_ptr<char> at = operand_place<kTokens>(places[0], before, block.thread, B::kThreads);
+    finish(at, d.group, d.token, load_operand<Wire, kTokens>(at));
   }
 }
 
