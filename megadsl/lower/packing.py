@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope
-from megadsl.ir.plan import PackRecord, PackSource
+from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
-from megadsl.types import round_up
+from megadsl.types import Level, round_up
 
 ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart
 OFFSET_UNIT = 16  # device offsets count 16-byte units, so that 32 bits reach 32 GB
@@ -33,6 +33,11 @@ def vector_name(op: Linear, arg: str) -> str:
 def bias_name(op: Linear) -> str:
     """Pack record name of a linear's bias."""
     return f"{op.name}.bias"
+
+
+def bias_regions(op: Linear) -> tuple[Region, ...]:
+    """The bias that finishes an op's own rows, read from memory as it is."""
+    return (Region("weights", bias_name(op), Level.GPU),) if op.biased else ()
 
 
 def plan_packing(graph: Graph) -> Packed:

@@ -12,7 +12,7 @@ from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.memory import copies_vectors, copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import bias_name, vector_name
+from megadsl.lower.packing import bias_regions, vector_name
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.source import Span
 from megadsl.types import Level, ceil_div
@@ -322,7 +322,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     reads = (ring, Region("smem", "activations", Level.BLOCK), *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
-    reads += () if split else _bias(op)
+    reads += () if split else bias_regions(op)
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
@@ -342,11 +342,6 @@ def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
         yield _argmax(builder, op, role)
 
 
-def _bias(op: Linear) -> tuple[Region, ...]:
-    """What the op's own rows are finished with, read from memory as they are."""
-    return (Region("weights", bias_name(op), Level.GPU),) if op.biased else ()
-
-
 def _rotated(op: Linear) -> Rope | None:
     return next((p.rope for p in op.parts if p.rope is not None), None)
 
@@ -362,7 +357,7 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name} in round {round_}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
-    reads = (region, *_bias(op))
+    reads = (region, *bias_regions(op))
     yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (_staged(),), syncs=_end(builder, op), args=args)
     yield from _results(builder, op, role)
 
