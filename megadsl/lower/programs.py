@@ -10,6 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copies_vectors, copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, vector_name
@@ -53,8 +54,7 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
         each = max(1, ceil_div(units, threads))
-        most = MAX_DENSE_UNITS if dense else MAX_UNITS
-        at_once = ceil_div(each, ceil_div(each, most))
+        at_once = ceil_div(each, ceil_div(each, MAX_DENSE_UNITS if dense else MAX_UNITS))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
@@ -62,7 +62,8 @@ class Builder:
             "units": at_once,
             "extras": max(1, ceil_div(extras, threads * rounds)),
             "dense": dense,
-            "even": units % (threads * at_once) == 0,
+            "even": units == rounds * threads * at_once,
+            "rounds": rounds,
         }
 
     def site_of(self, role: str, op: Op, arg: str = "") -> int:
@@ -154,7 +155,7 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
         if builder.schedule.scope == "op":
-            yield _join(op)
+            yield join(op.name, op.span)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -166,21 +167,9 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
-_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
-
-
-def _join(op: Op) -> Instr:
-    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
-    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
-
-
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     for phase in _own_phases(builder, op, role):
-        if builder.schedule.scope == "op":
-            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
-            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
-        else:
-            yield phase
+        yield joined(phase) if builder.schedule.scope == "op" else phase
 
 
 def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
@@ -305,8 +294,18 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
-    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role}
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
+
+
+def _takes_beside(builder: Builder, op: Linear) -> bool:
+    """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
+    values = prologue_values(op)
+    if not builder.held(op) or len(values) != 1:
+        return False
+    polls = _polls(builder, op, values[0][1])
+    return bool(polls["dense"]) and polls["rounds"] == 1
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -387,11 +386,21 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
 
 def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     buffers = ("activations", "second")
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
-        whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(_at_once(builder, op, ref), whole)
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=whole, **polls)
+        polls = _polls(builder, op, ref)
+        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=_whole(builder, op, ref), **polls, **hold)
+
+
+def _whole(builder: Builder, op: Linear, ref: ValueRef) -> bool:
+    """Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers."""
+    features = builder.graph.value(ref.value).features
+    return ref.begin == 0 and ref.features == features and builder.chunks[op.name] == tiling(op).pieces
+
+
+def _polls(builder: Builder, op: Linear, ref: ValueRef) -> dict[str, int]:
+    return builder.polls(_at_once(builder, op, ref), _whole(builder, op, ref))
 
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
