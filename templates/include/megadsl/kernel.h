@@ -1,7 +1,9 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
 #include "megadsl/bias.h"
+#include "megadsl/direct.h"
 #include "megadsl/embed.h"
+#include "megadsl/heads.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"
