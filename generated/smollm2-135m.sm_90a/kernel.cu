@@ -71,29 +71,29 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
     if (phase == kLayerBegin && layer == 0) layer_begin = built;
     if (layer == 0)
       switch (phase) {
-      // qkv_proj: 960 x 576  [llama.py:20]
+      // qkv_proj: 960 x 576  [llama.py:22]
       case 0:
         tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
         tape.matrix(0, s.qkv_proj, evict_first);
         break;
-      // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
       case 1:
         tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
         break;
-      // o_proj: 576 x 576  [llama.py:29]
+      // o_proj: 576 x 576  [llama.py:34]
       case 2:
         tape.matrix(2, s.o_proj, evict_first);
         break;
-      // gate_up_proj: 3072 x 576  [llama.py:31]
+      // gate_up_proj: 3072 x 576  [llama.py:36]
       case 3:
         tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
         tape.matrix(3, s.gate_up_proj, evict_first);
         break;
-      // down_proj: 576 x 1536  [llama.py:32]
+      // down_proj: 576 x 1536  [llama.py:44]
       case 4:
         tape.matrix(4, s.down_proj, evict_first);
         break;
-      // lm_head: 49152 x 576  [llama.py:36]
+      // lm_head: 49152 x 576  [llama.py:48]
       case 5:
         tape.vector(5, s.lm_head_norm, evict_first);
         tape.matrix(5, s.lm_head, evict_first);
@@ -127,7 +127,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   mk::load_angles<64>(block, step, angles, u32(s.step.angle_rows));
 
 
-  // embed_tokens: rows of the table  [llama.py:17]
+  // embed_tokens: rows of the table  [llama.py:19]
   {
     mk::begin_op(cx, block);
     const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
@@ -139,7 +139,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
 
-    // qkv_proj: 960 x 576  [llama.py:20]
+    // qkv_proj: 960 x 576  [llama.py:22]
     mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
     {
       mk::begin_op(cx, block);
@@ -176,7 +176,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       out.publish(block, 10);
     }
 
-    // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+    // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
     {
       mk::begin_op(cx, block);
       mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
@@ -184,7 +184,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
           s.attention_parts_exchange, epoch * layers + layer);
     }
 
-    // attention: add the splits  [llama.py:28]
+    // attention: add the splits  [llama.py:32]
     mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
     {
       mk::begin_op(cx, block);
@@ -194,7 +194,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       out.publish(block, 15);
     }
 
-    // o_proj: 576 x 576  [llama.py:29]
+    // o_proj: 576 x 576  [llama.py:34]
     {
       mk::begin_op(cx, block);
       const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
@@ -217,7 +217,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
     }
 
-    // gate_up_proj: 3072 x 576  [llama.py:31]
+    // gate_up_proj: 3072 x 576  [llama.py:36]
     mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
     {
       mk::begin_op(cx, block);
@@ -254,7 +254,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       out.publish(block, 21);
     }
 
-    // down_proj: 576 x 1536  [llama.py:32]
+    // down_proj: 576 x 1536  [llama.py:44]
     mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
     {
       mk::begin_op(cx, block);
@@ -282,7 +282,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   cx.layer = 0;
 
 
-  // lm_head: 49152 x 576  [llama.py:36]
+  // lm_head: 49152 x 576  [llama.py:48]
   mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
   {
     mk::begin_op(cx, block);

@@ -123,6 +123,15 @@ def _parts(op: Linear) -> Iterator[str]:
             yield f"part {part.name!r} is rotated but holds no whole heads"
         if part.late and part.rope is None:
             yield f"part {part.name!r} is rotated late, but has no rotation"
+    yield from _biases(op)
+
+
+def _biases(op: Linear) -> Iterator[str]:
+    for part in op.parts:
+        if part.bias is not None and part.bias.shape != (part.rows,):
+            yield f"part {part.name!r} has bias shape {part.bias.shape}, not {(part.rows,)}"
+    if any((part.bias is None) == op.biased for part in op.parts):
+        yield "has a bias for some parts only"
 
 
 def _factored(factored: Factored, args: set[str]) -> Iterator[str]:

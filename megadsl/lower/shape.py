@@ -13,7 +13,7 @@ from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
-from megadsl.lower.packing import OFFSET_UNIT, Packed, head_vector_name, vector_name
+from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
 
 LOG2_E = math.log2(math.e)
@@ -127,6 +127,8 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
         found.append(_vector(packed, vector_name(op, arg)))
         if copies_vectors(op, graph, schedule):
             found.append(Record("mk::i32", f"{ident(vector_name(op, arg))}_copy", (memory.offset(copy_name(op, arg)),)))
+    if op.biased:
+        found.append(_vector(packed, bias_name(op)))
     return found
 
 
