@@ -12,7 +12,7 @@ from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.registry import load
-from megadsl.dsl.schedule import require_count
+from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.plan import Plan
@@ -65,8 +65,7 @@ def compile_model(
     else:
         require_kernel(model)
         kernel, values = model, dict(config) if isinstance(config, Mapping) else {}
-    require_count("max_kv", max_kv)
-    require_count("blocks", blocks)
+    require_counts(max_kv=max_kv, blocks=blocks)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv
