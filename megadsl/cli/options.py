@@ -25,7 +25,7 @@ class Device(StrEnum):
 class Command(TyperCommand):
     """A command that reports everything wrong with its options and arguments at once."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # the base's name is private
         try:
             return super().parse_args(ctx, [*args])
         except typer.BadParameter as first:

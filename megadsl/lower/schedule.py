@@ -13,6 +13,7 @@ from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, needs_whole_rows
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
+from megadsl.source import Span
 from megadsl.types import KIB, ceil_div, round_up
 
 LOADER = "loader"
@@ -221,22 +222,13 @@ def _check_roles(schedule: Schedule, graph: Graph, asked: Overrides, found: Coll
 
 
 def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overrides, found: Collector) -> None:
-    blocks, bulk_prefetch = schedule.blocks, "l2_bulk_prefetch"
+    blocks = schedule.blocks
     for op in schedule.ops if blocks > 0 else ():
         default = graph.op(op.op).span
         span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
             found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
-        if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
-            found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
-        if op.prefetch.l2_bytes and not isinstance(graph.op(op.op), Linear):
-            found.add(L2_NOTHING, span, op=op.op)
-        if op.prefetch.l2_bytes > machine.l2_bytes:
-            found.add(
-                BAD_COUNT, span, what=f"l2 prefetch of {op.op!r}, in bytes,", value=op.prefetch.l2_bytes, low=0, high=machine.l2_bytes
-            )
-        elif op.prefetch.l2_bytes % L2_BYTES:
-            found.add(L2_UNIT, span, op=op.op, bytes=op.prefetch.l2_bytes)
+        _check_l2(graph, op, machine, span, found)
         if not 0 <= op.share_offset < blocks:
             where = asked.said(default, "share_offset", op.op)
             found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
@@ -248,6 +240,18 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         linear = graph.op(op.op)
         if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
+
+
+def _check_l2(graph: Graph, how: OpSchedule, machine: Machine, span: Span, found: Collector) -> None:
+    wanted, feature, most = how.prefetch.l2_bytes, "l2_bulk_prefetch", machine.l2_bytes
+    if wanted and feature not in machine.features:
+        found.add(LACKS, span, what="l2 prefetch", feature=feature, arch=machine.arch, having=_having(feature))
+    if wanted and not isinstance(graph.op(how.op), Linear):
+        found.add(L2_NOTHING, span, op=how.op)
+    if wanted > most:
+        found.add(BAD_COUNT, span, what=f"l2 prefetch of {how.op!r}, in bytes,", value=wanted, low=0, high=most)
+    elif wanted % L2_BYTES:
+        found.add(L2_UNIT, span, op=how.op, bytes=wanted)
 
 
 def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> bool:
