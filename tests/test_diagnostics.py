@@ -221,8 +221,8 @@ def test_what_a_test_shows_is_recorded_and_that_test_exists() -> None:
 
 
 def test_a_test_that_shows_something_else_fails() -> None:
-    recorded = shown()["MK448"]
+    recorded = shown()["MK001"]
     with recording() as made:
-        diagnose("MK448", device="other")
-    with pytest.raises(AssertionError, match="shows MK448 otherwise"):
+        diagnose("MK001", arch="sm_70", known="others")
+    with pytest.raises(AssertionError, match="shows MK001 otherwise"):
         check(recorded.test, made)

@@ -200,7 +200,8 @@ def validate(source: WeightSource, manifest: Manifest) -> None:
                 "dtype": what[1],
                 "known": known,
             }
-            found.add(code, detail=_reader(first, spans), more=_more([need.name for need in needs]), near=_near(first.name, extra), **fields)
+            more, near = _more([need.name for need in needs]), _near(first.name, extra)
+            found.add(code, detail=_reader(first, spans), more=more, near=near, **fields)
         for names in extra.values():
             found.add(EXTRA, name=names[0], more=_more(names))
 
