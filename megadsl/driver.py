@@ -14,7 +14,7 @@ from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.overrides import SetScope
 from megadsl.dsl.registry import load
-from megadsl.dsl.schedule import require_count
+from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.plan import Plan
@@ -66,8 +66,7 @@ def compile_model(
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op". Raises MegadslError.
     """
-    require_count("max_kv", max_kv)
-    require_count("blocks", blocks)
+    require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = _load(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)

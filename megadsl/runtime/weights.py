@@ -36,7 +36,7 @@ Manifest = Mapping[str, Any]
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HARMLESS = re.compile(r"rope_freqs\.weight|.*rotary_emb\.inv_freq")
-_LAYER = re.compile(r"\.\d+\.")
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,8 @@ def validate(source: WeightSource, manifest: Manifest) -> None:
                 "dtype": what[1],
                 "known": known,
             }
-            found.add(code, detail=_reader(first, spans), more=_more(needs), near=_near(first.name, extra), **fields)
+            more, near = _more([need.name for need in needs]), _near(first.name, extra)
+            found.add(code, detail=_reader(first, spans), more=more, near=near, **fields)
         for names in extra.values():
             found.add(EXTRA, name=names[0], more=_more(names))
 
@@ -259,8 +260,14 @@ def _reader(need: Need, spans: Mapping[str, str]) -> str:
     return f"    read by op {need.op}" + (f" at {spans[need.op]}" if need.op in spans else "")
 
 
-def _more(names: Sequence[object]) -> str:
-    return f" (and the same in {len(names) - 1} more layers)" if len(names) > 1 else ""
+def _more(names: Sequence[str]) -> str:
+    """Which other layers have the same finding: together with the first name, all names."""
+    layers = sorted(int(found[1]) for name in names[1:] if (found := _LAYER.search(name)))
+    if not layers:
+        return ""
+    whole = len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1))
+    shown = f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+    return f" (and the same in {len(layers)} more layers: {shown})"
 
 
 def _near(name: str, extra: Mapping[str, list[str]]) -> str:

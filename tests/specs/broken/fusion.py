@@ -1,4 +1,4 @@
-"""What fused ops and today's kernels cannot express. How to read the comments: tests/test_broken_specs.py."""
+"""What fused ops and today's kernels cannot express. How to read the comments: tests/broken_specs.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Shapes and arguments of ops, and expressions. How to read the comments: tests/test_broken_specs.py."""
+"""Shapes and arguments of ops, and expressions. How to read the comments: tests/broken_specs.py."""
 
 from typing import Any
 
