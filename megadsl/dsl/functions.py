@@ -98,8 +98,8 @@ def map(expr: str, /, *, head_dim: int | None = None, **operands: Tensor | Scala
     Tensors are activations (tokens, features) or vector weights (features,); numbers are constants. sum, mean and max over
     one argument reduce over the features. fp32 inside; rounded to bf16 only where a value is materialised. With ``head_dim`` the
     expression is over each head by itself: it reads one activation (tokens, heads * head_dim) and vectors (head_dim,), and its
-    reductions run over one head; such a map stands between a linear and mk.rope, attention or a cache. MK115 to MK117 and MK226
-    to MK228 for operands that do not fit, MK201 to MK211 (with a caret) for the text, MK223 when it is none.
+    reductions run over one head; such a map stands between a linear and mk.rope, attention or a cache. MK115 to MK117, MK227,
+    MK228 and MK233 for operands that do not fit, MK201 to MK211 (with a caret) for the text, MK223 when it is none.
     """
     tracer, span = current("map"), caller_span()
     tracer.text("the expression", expr, '"silu(gate) * up"', span)
@@ -112,7 +112,7 @@ def map(expr: str, /, *, head_dim: int | None = None, **operands: Tensor | Scala
 def rms_norm(x: Tensor, w: Tensor, eps: float, *, head_dim: int | None = None) -> Tensor:
     """``x * rsqrt(mean(x * x) + eps) * w`` with w (features,), all in fp32: same shape as x. MK115 for a wrong w, MK222 for eps.
 
-    With ``head_dim`` each head is a row of its own and w is (head_dim,): see mk.map. MK226 to MK228.
+    With ``head_dim`` each head is a row of its own and w is (head_dim,): see mk.map. MK227, MK228, MK233.
     """
     tracer, span = current("rms_norm"), caller_span()
     expr = parse("x * rsqrt(mean(x * x) + eps) * w", span, ("x", "w"), {"eps": tracer.number("eps", eps, span, least=0)})

@@ -10,7 +10,7 @@ from megadsl.ops.rope import check_head_dim
 from megadsl.types import Lifetime
 
 ONE_ACTIVATION = declare(
-    "MK226",
+    "MK233",
     "{name}: a map over heads of {head_dim} takes one activation, here are {count}: {tensors}",
     "map each of them by itself, or drop head_dim= where rows of all features are meant",
 )

@@ -21,7 +21,7 @@ def two_activations(cfg: Any, tokens: int = 1) -> mk.Tensor:
     for layer in mk.layers(cfg.layers):
         q, k, v = three(layer, x)
         q = mk.map("q * sigmoid(k)", head_dim=64, q=q, k=k)
-        # MK226 `mk.map(` | a map over heads of 64 takes one activation, here are 2: q_proj, k_proj | map each of them by itself
+        # MK233 `mk.map(` | a map over heads of 64 takes one activation, here are 2: q_proj, k_proj | map each of them by itself
         # mend: "q * sigmoid(k)", head_dim=64, q=q, k=k => "q * sigmoid(q)", head_dim=64, q=q
         x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
     return head(x)
