@@ -91,7 +91,7 @@ def hold(tiles: int, *ops: str) -> Configure:
 
 
 def nothing_held(s: ScheduleBlock) -> None:
-    hold(0, *LINEARS)(s)
+    hold(0, "attention", *LINEARS)(s)
 
 
 def held_in_a_ring_of_one(s: ScheduleBlock) -> None:

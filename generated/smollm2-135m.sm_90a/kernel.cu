@@ -64,32 +64,55 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step.kv_len);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
-  const u32 layer_begin = tape.size;
-  // qkv_proj: 960 x 576  [llama.py:20]
-  tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
-  tape.matrix<kBatch>(0, s.qkv_proj, evict_first);
-  // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
-  tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
-  // o_proj: 576 x 576  [llama.py:29]
-  tape.matrix<kBatch>(2, s.o_proj, evict_first);
-  // gate_up_proj: 3072 x 576  [llama.py:31]
-  tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
-  tape.matrix<kBatch>(3, s.gate_up_proj, evict_first);
-  // down_proj: 576 x 1536  [llama.py:32]
-  tape.matrix<kBatch>(4, s.down_proj, evict_first);
-  const u32 layer_end = tape.size;
-  // lm_head: 49152 x 576  [llama.py:36]
-  tape.vector(5, s.lm_head_norm, evict_first);
-  tape.matrix<kBatch>(5, s.lm_head, evict_first);
-  // tape: the loads of all ops in turn  [llama.py:10]
-  tape.play(0, layer_begin);
-  for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
+  // The tape is written while it is first played: an op's copies fly while the entries of the next are worked out.
+  constexpr u32 kLayerBegin = 0, kLayerEnd = 5;
+  u32 layer_begin = 0, layer = 0;
+#pragma unroll 1
+  for (u32 phase = 0; phase < 6;) {
+    const u32 built = tape.size;
+    if (phase == kLayerBegin && layer == 0) layer_begin = built;
+    if (layer == 0)
+      switch (phase) {
+      // qkv_proj: 960 x 576  [llama.py:20]
+      case 0:
+        tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
+        tape.matrix(0, s.qkv_proj, evict_first);
+        break;
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+      case 1:
+        tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
+        break;
+      // o_proj: 576 x 576  [llama.py:29]
+      case 2:
+        tape.matrix(2, s.o_proj, evict_first);
+        break;
+      // gate_up_proj: 3072 x 576  [llama.py:31]
+      case 3:
+        tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
+        tape.matrix(3, s.gate_up_proj, evict_first);
+        break;
+      // down_proj: 576 x 1536  [llama.py:32]
+      case 4:
+        tape.matrix(4, s.down_proj, evict_first);
+        break;
+      // lm_head: 49152 x 576  [llama.py:36]
+      case 5:
+        tape.vector(5, s.lm_head_norm, evict_first);
+        tape.matrix(5, s.lm_head, evict_first);
+        break;
+    }
     cx.layer = layer;
-    mk::trace_clock(cx);
-    tape.play(layer_begin, layer_end);
+    const u32 first = layer == 0 ? built : layer_begin;
+    if (first == layer_begin) mk::trace_clock(cx);
+    // tape: the loads of all ops in turn  [llama.py:10]
+    tape.play(first, tape.size);
+    if (phase + 1 == kLayerEnd) {
+      if (++layer < u32(s.step.layers)) continue;
+      layer = 0;
+    }
+    ++phase;
   }
   cx.layer = 0;
-  tape.play(layer_end, tape.size);
   tape.loader.drain();
   mk::trace_leave(cx, step.epoch);
 }
@@ -160,7 +183,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
     {
       mk::begin_op(cx, block);
-      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>>(
+      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>, true>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
     }
@@ -320,13 +343,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   mk::Context cx = mk::enter(buffers, smem.at<u32>(s.step.abort_word), {u32(s.step.blocks), u32(s.step.blocks_inverse)});
   if (!mk::may_run(buffers)) return;
   const mk::Step step = mk::read_step(buffers, kTokens);
+  if (!mk::may_run(buffers)) return;
   const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
   if (mk::ptx::thread_id() == 0) {
-    mk::init_block(cx);
-    mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);
-    for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, 0u);
     ring_loader.init(Block::kWarps);
     mk::ptx::fence_mbarrier_init();
+  }
+  if (mk::ptx::thread_id() == kThreads - 1) {
+    mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);
+    for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, 0u);
+    mk::init_block(cx);
   }
   mk::ptx::syncthreads();
   const u32 warp = mk::ptx::warp_id();

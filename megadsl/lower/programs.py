@@ -11,6 +11,7 @@ from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Re
 from megadsl.lower.builder import WARP_THREADS, Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.gathers import is_direct
+from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
@@ -68,7 +69,7 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
         if builder.schedule.scope == "op":
-            yield _join(op)
+            yield join(op.name, op.span)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -80,21 +81,9 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
-_BEGINS = ("open_gate", "copy_vector", "sync", "hold_vector", "hold_tiles")  # what touches nothing that another launch writes
-
-
-def _join(op: Op) -> Instr:
-    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
-    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
-
-
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     for phase in _own_phases(builder, op, role):
-        if builder.schedule.scope == "op":
-            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
-            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
-        else:
-            yield phase
+        yield joined(phase) if builder.schedule.scope == "op" else phase
 
 
 def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
@@ -221,7 +210,8 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
-    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "direct": is_direct(op, schedule)}
+    direct, beside = is_direct(op, schedule), not _begins_early(builder, op) and _takes_beside(builder, op)
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside, "direct": direct}
     args["ahead"] = len(vectors(op))
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
 
@@ -234,6 +224,15 @@ def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr
         yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (reads,), (copy,), args=args)
     if vectors(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+
+
+def _takes_beside(builder: Builder, op: Linear) -> bool:
+    """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
+    values = prologue_values(op)
+    if not builder.held(op) or len(values) != 1 or is_direct(op, builder.schedule):
+        return False
+    polls = _polls(builder, op, values[0][1])
+    return bool(polls["dense"]) and polls["rounds"] == 1
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -316,12 +315,22 @@ def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterat
 
 def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     buffers = ("activations", "second")
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        # Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers.
-        whole = ref.begin == 0 and ref.features == builder.graph.value(ref.value).features and builder.chunks[op.name] == tiling(op).pieces
-        polls = builder.polls(_at_once(builder, op, ref), whole)
+        polls = _polls(builder, op, ref)
         into = "registers" if is_direct(op, builder.schedule) else buffers[index]
-        yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=whole, **polls)
+        yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
+
+
+def _whole(builder: Builder, op: Linear, ref: ValueRef) -> bool:
+    """Gathered in column chunks, a value is never whole: idle blocks are then waited for at another of its readers."""
+    features = builder.graph.value(ref.value).features
+    return ref.begin == 0 and ref.features == features and builder.chunks[op.name] == tiling(op).pieces
+
+
+def _polls(builder: Builder, op: Linear, ref: ValueRef) -> dict[str, int]:
+    return builder.polls(_at_once(builder, op, ref), _whole(builder, op, ref))
 
 
 def _wait_vectors(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:

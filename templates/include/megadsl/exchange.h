@@ -332,14 +332,28 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
   }
 }
 
+// What a gather's threads do while their first polls are under way: nothing.
+struct Idle {
+  static constexpr bool kIdle = true;
+  MK_DEV void operator()() const {}
+};
+// Or `work()`, in a gather of one round: what comes of it then has a value on every path.
+template <class Work>
+struct Meanwhile {
+  static constexpr bool kIdle = false;
+  Work work;
+  MK_DEV void operator()() const { work(); }
+};
+template <class Work>
+Meanwhile(Work) -> Meanwhile<Work>;
+
 // gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
-template <class Wire, u32 kTokens, class P, class Unit>
-MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit) {
+template <class Wire, u32 kTokens, class P, class Unit, class Beside>
+MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit, Beside beside) {
   static_assert(P::kDense && Wire::kWholeUnits && !Wire::kFlagged, "units that are their own flags");
   const u32 units = wanted.count * kTokens, size = P::kUnits * threads, steps = ceil_div(units, size);
   const u32 first_step = P::kSpread ? cx.block / P::kUnits & (steps - 1) : 0, first = P::kSpread ? cx.block % P::kUnits * threads : 0;
-#pragma unroll 1
-  for (u32 step = 0; step < steps; ++step) {
+  const auto poll = [&](u32 step) {
     const u32 turn = step + first_step, begin = (turn < steps ? turn : turn - steps) * size;
     const auto before = [&](u32 i) {  // each of them once, from `first` on
       return (P::kUnits & (P::kUnits - 1)) == 0 ? i * threads ^ first : min_u32(i * threads + first, i * threads + first - size);
@@ -350,6 +364,15 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
     for (u32 i = 0; i < P::kUnits; ++i)
       if (!P::kEven && begin + before(i) + thread >= units) pending &= ~(1u << i);
     u32x4 v[P::kUnits] = {};
+    if constexpr (!Beside::kIdle) {
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
+      beside();
+#pragma unroll
+      for (u32 i = 0; i < P::kUnits; ++i)
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+    }
     wait<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
@@ -364,6 +387,12 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
 #pragma unroll
     for (u32 i = 0; i < P::kUnits; ++i)
       if (P::kEven || begin + before(i) + thread < units) unit(begin + before(i), v[i]);
+  };
+  if constexpr (Beside::kIdle) {
+#pragma unroll 1
+    for (u32 step = 0; step < steps; ++step) poll(step);
+  } else {
+    poll(0);
   }
 }
 

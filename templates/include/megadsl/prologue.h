@@ -43,9 +43,9 @@ MK_DEV smem_ptr<char> operand_place(smem_ptr<char> rows, u32 before, u32 thread,
 
 // Gathers features of a value into an activation buffer, columns past them as zeros; `begin` is a multiple of 8. `unit(place, group,
 // token, bits)` and `last(group, token, bits)` are for what has arrived, see gather_units.
-template <class Wire, class P, class B, class Unit, class Last>
+template <class Wire, class P, class B, class Unit, class Last, class Beside>
 MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                          smem_ptr<char> into, Unit unit, Last last) {
+                          smem_ptr<char> into, Unit unit, Last last, Beside beside) {
   constexpr u32 kTokens = B::kTokens;
   const Groups wanted = groups_of(begin, features);
   const u32 filled = wanted.count * kGroupRows;
@@ -57,8 +57,9 @@ MK_DEV void gather_groups(const B& block, u32 site, const ExchangeShape& e, u32 
     gather_dense<Wire, kTokens, P>(block.cx, site, round, wanted, block.thread, B::kThreads, [&](u32 before, u32x4 x) {
       const Dealt<kTokens> d(before, block.thread, B::kThreads);
       unit(operand_place<kTokens>(into, before, block.thread, B::kThreads), d.group, d.token, x);
-    });
+    }, beside);
   } else {
+    static_assert(Beside::kIdle, "work beside polls: of dense units");
     const Groups owners = P::kWhole ? Groups{0, block.cx.blocks.value} : owners_of(block.cx, e, wanted);
     gather_units<Wire, kTokens, P, 1>(
         block.cx, site, e, round, {{wanted}, {owners}}, block.thread, B::kThreads,
@@ -93,9 +94,9 @@ MK_DEV u32x4 load_operand(smem_ptr<char> at) {
 }
 
 // Gathers features of a value as they are.
-template <class Wire, class P, class B>
+template <class Wire, class P, class B, class Beside = Idle>
 MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                         smem_ptr<char> into) {
+                         smem_ptr<char> into, Beside beside = {}) {
   constexpr u32 kTokens = B::kTokens;
   const auto place = [&](u32 group, u32 token) { return into.template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
   gather_groups<Wire, P>(
@@ -103,7 +104,8 @@ MK_DEV void gather_value(const B& block, u32 site, const ExchangeShape& e, u32 s
       [&](smem_ptr<char> at, u32, u32, u32x4 x) { store_operand<Wire, kTokens>(at, x); },
       [&](u32 group, u32 token, u16 bits) {
         return [=] { ptx::st_shared<u16>(place(group, token).template at<u16>(kTokens * 32 + 6), bits); };
-      });
+      },
+      beside);
 }
 
 // Copies a vector out of the ring, for tiles behind it to be taken before it is read. Needs a sync() before reads.
@@ -167,9 +169,9 @@ constexpr u32 kUnitsInRegisters = 2;
 // beside it, in the order of `places` ([0] is where the operand goes). The row reductions' terms of an element, `terms(x, of)`,
 // are added to `rows`, but for last elements that travel apart: those lie in `lasts` as they came, see add_lasts. The operand is
 // not normalised yet. That is safe: bf16 has the range of fp32, so that it overflows only where the norm's own squares did long before.
-template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, class Terms, class Apply>
+template <class Wire, class P, bool kRagged, class Rows, class B, u32 kArgs, class Terms, class Apply, class Beside = Idle>
 MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 features, u32 columns,
-                           const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply) {
+                           const smem_ptr<char> (&places)[kArgs], smem_ptr<u16> lasts, Rows& rows, Terms terms, Apply apply, Beside beside = {}) {
   constexpr u32 kTokens = B::kTokens, kRange = kTokens * 32, kInUnit = Wire::kWholeUnits ? 8 : 7;
   constexpr bool kLater = P::kUnits > kUnitsInRegisters;
   const auto place = [&](u32 group, u32 token) { return places[0].template at<char>(activation_offset<kTokens>(group * kGroupRows, token)); };
@@ -216,7 +218,8 @@ MK_DEV void gather_operand(const B& block, u32 site, const ExchangeShape& e, u32
           ptx::st_shared<u16>(place(group, token).template at<u16>(kRange + 6), out);
           ptx::st_shared<u16>(lasts + (group * kTokens + token), bits);
         };
-      });
+      },
+      beside);
   if (!kLater) return;
   const u32 units = ceil_div(features, kGroupRows) * kTokens;
 #pragma unroll 1
