@@ -210,10 +210,19 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     held = Region("registers", op.name, Level.WARP)
     pieces, schedule = tiling(op).pieces, builder.schedule
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
-    direct, beside = is_direct(op, schedule), not _begins_early(builder, op) and _takes_beside(builder, op)
-    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside, "direct": direct}
-    args["ahead"] = len(vectors(op))
+    beside = not _begins_early(builder, op) and _takes_beside(builder, op)
+    args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside}
+    args |= {"direct": is_direct(op, schedule), "ahead": len(vectors(op))}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
+
+
+def _takes_beside(builder: Builder, op: Linear) -> bool:
+    """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
+    values = prologue_values(op)
+    if not builder.held(op) or len(values) != 1 or is_direct(op, builder.schedule):
+        return False
+    polls = _polls(builder, op, values[0][1])
+    return bool(polls["dense"]) and polls["rounds"] == 1
 
 
 def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr]:
@@ -224,15 +233,6 @@ def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr
         yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (reads,), (copy,), args=args)
     if vectors(op):
         yield Instr(Verb.BARRIER, "sync", op.name, op.span)
-
-
-def _takes_beside(builder: Builder, op: Linear) -> bool:
-    """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
-    values = prologue_values(op)
-    if not builder.held(op) or len(values) != 1 or is_direct(op, builder.schedule):
-        return False
-    polls = _polls(builder, op, values[0][1])
-    return bool(polls["dense"]) and polls["rounds"] == 1
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -318,8 +318,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     beside = not _begins_early(builder, op) and _takes_beside(builder, op)
     hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        polls = _polls(builder, op, ref)
-        into = "registers" if is_direct(op, builder.schedule) else buffers[index]
+        polls, into = _polls(builder, op, ref), "registers" if is_direct(op, builder.schedule) else buffers[index]
         yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
 
 
