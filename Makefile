@@ -1,5 +1,6 @@
 # make demo   set up, then write text with SmolLM2-135M: on an H200, or without a GPU in the emulator
 # make test   set up, then lint, type-check and test
+# make diagnostics write the pages of docs/diagnostics anew
 # make generated   write the committed kernels under generated/ anew
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ PROMPT ?= The capital of France is
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.megadsl-ready
 
-.PHONY: demo test lint generated setup check-tools clean
+.PHONY: demo test lint generated diagnostics setup check-tools clean
 
 demo: setup
 	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
@@ -24,6 +25,9 @@ lint: setup
 
 generated: setup
 	$(BIN)/python -m tools.regenerate
+
+diagnostics: setup
+	$(BIN)/python -m tools.catalogue --record
 
 setup: $(STAMP)
 

@@ -1,4 +1,4 @@
-"""Where the files that are not Python lie: templates and models.
+"""Where the files that are not Python lie: templates, models and the pages about diagnostics.
 
 A wheel carries them inside the package; an editable install and a checkout have them beside it.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, beside: str = "") -> Path:
     packaged = _PACKAGE / f"_{name}"
-    return packaged if packaged.is_dir() else _PACKAGE.parent / name
+    return packaged if packaged.is_dir() else _PACKAGE.parent / beside / name
 
 
 def templates() -> Path:
@@ -28,3 +28,8 @@ def include() -> Path:
 def models() -> Path:
     """The folder with the specs of the registered models."""
     return _folder("models")
+
+
+def diagnostics() -> Path:
+    """The folder with one page per diagnostic, ``MK113.md``, and their list, ``README.md``."""
+    return _folder("diagnostics", beside="docs")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lower_tools import GPU
-from schedules import LINEARS, everywhere
+from schedules import everywhere
 
 import megadsl as mk
 from megadsl.check.edits import edited
@@ -29,19 +29,6 @@ def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Ma
             decide(s)
     overrides = kernel.overrides_for(GPU.arch)
     return lower(kernel.trace({**values, **(fields or {})}, tokens=tokens), GPU, overrides=overrides, **options).plan
-
-
-def kv_loader(s: ScheduleBlock) -> None:
-    s.role("kv_loader", warps=1, kind="loader")
-    s.ring("kv_loader", stages=3, stage_bytes=8192, window=8192)
-    s.phase("attention").loader("kv_loader")
-    s.ring("weights", stages=4)
-
-
-def gated(s: ScheduleBlock) -> None:
-    kv_loader(s)
-    for op in ("attention", *LINEARS):
-        s[op].prefetch(smem=None)
 
 
 def prefetched(s: ScheduleBlock) -> None:

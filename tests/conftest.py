@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megadsl.build.gpus import gpus
+from tests import shown
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-shown", type=Path, metavar="FILE", help="write every diagnostic that the tests make; see tests/shown.py")
+
+
+@pytest.fixture(autouse=True)
+def shown_as_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that provokes a diagnostic shows what the diagnostic's page says that it shows."""
+    test, file = request.node.nodeid, request.config.getoption("--record-shown")
+    if file is None and all(recorded.test != test for recorded in shown.shown().values()):
+        yield
+        return
+    with shown.recording() as made:
+        yield
+    if file is None:
+        shown.check(test, made)
+    else:
+        shown.record(file, test, made)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

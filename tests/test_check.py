@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_tools import PIECES, chunked, gated, kv_loader, plan, prefetched, split, without
-from schedules import everywhere
+from check_tools import PIECES, chunked, plan, prefetched, split, without
+from schedules import everywhere, gated, kv_loader
 
 import megadsl as mk
 from megadsl import cli

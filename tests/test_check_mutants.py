@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import PIECES, area, arguments, gated, plan, split, unmet, without
+from check_tools import PIECES, area, arguments, plan, split, unmet, without
 from lower_tools import GPU
-from schedules import LINEARS, everywhere
+from schedules import LINEARS, everywhere, gated
 
 import megadsl as mk
 from megadsl.check import check_plan, shares

@@ -138,6 +138,15 @@ def test_wrong_usage_exits_with_two(run_cli: Cli, arguments: list[str], complain
     assert complaint in err
 
 
+def test_all_wrong_options_are_named_at_once(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None:
+    code, _, err = run_cli("compile", "m", "--tokens", "0", "--blocks", "many", "--out", str(tmp_path / "out"), "--max-kv", "-1")
+    assert code == 2 and err.count("Invalid value for") == 3
+    assert all(option in err for option in ("--tokens", "--blocks", "--max-kv"))
+    code, _, err = run_cli("compile", "--tokens", "0")
+    assert code == 2 and all(name in err for name in ("MODEL", "--out", "--tokens"))
+    assert not asked and not (tmp_path / "out").exists()
+
+
 @pytest.mark.usefixtures("asked")
 def test_a_diagnostic_is_printed_plainly(run_cli: Cli, tmp_path: Path) -> None:
     code, out, err = run_cli("compile", "refused", "--out", str(tmp_path / "out"))

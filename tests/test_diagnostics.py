@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from test_broken_specs import codes
 
 import megadsl
-from megadsl.diagnostics import CATALOGUE
+from megadsl.diagnostics import CATALOGUE, diagnose
+from tests.broken_specs import codes
+from tests.shown import check, recording, shown
+from tools.catalogue import COMMAND, PAGES, meanings, pages
 
 TESTS = Path(__file__).parent
 DECLARED = re.compile(r"declare\(\s*\"(MK\d+)\"")
@@ -37,6 +42,7 @@ ELSEWHERE: dict[str, str] = {
     "MK184": "test_dsl_registry.py::test_unknown_and_ambiguous_kernels",
     "MK185": "test_dsl_registry.py::test_broken_configuration",
     "MK186": "test_dsl_registry.py::test_broken_models_dict",
+    "MK226": "test_explain.py::test_an_unknown_code_names_near_ones",
     "MK224": "test_dsl_schedule.py::test_what_is_no_kernel",
     "MK301": "test_build_nvcc.py::test_no_compiler_names_the_pip_line",
     "MK302": "test_build_nvcc.py::test_a_refused_kernel_shows_the_compilers_own_lines",
@@ -99,6 +105,13 @@ ELSEWHERE: dict[str, str] = {
     "MK462": "test_trace.py::test_refusals",
     "MK463": "test_trace.py::test_refusals",
     "MK464": "test_trace.py::test_refusals",
+    "MK470": "test_checkpoint_errors.py::test_what_a_config_asks_for",
+    "MK471": "test_checkpoint_errors.py::test_what_a_config_asks_for",
+    "MK472": "test_checkpoint_errors.py::test_what_a_config_asks_for",
+    "MK473": "test_checkpoint_errors.py::test_a_context_beyond_the_window",
+    "MK474": "test_checkpoint_errors.py::test_weights_that_are_not_there",
+    "MK475": "test_checkpoint_errors.py::test_weights_that_are_not_there",
+    "MK476": "test_checkpoint_errors.py::test_weights_that_are_damaged",
     "MK500": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK501": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK502": "test_check_mutants.py::test_why_sentinels_need_four_slots",
@@ -188,3 +201,35 @@ def test_every_entry_says_what_and_how() -> None:
     for code, entry in CATALOGUE.items():
         assert entry.message and entry.mend, code
         assert "NoneType" not in entry.message, code
+
+
+def test_every_code_has_its_meaning() -> None:
+    listed = [code for section in meanings().values() for code in section]
+    assert sorted(listed) == sorted(catalogue()), f"tools/meanings.toml and the declarations differ, see {COMMAND}"
+
+
+def test_the_pages_are_up_to_date() -> None:
+    wanted = pages(catalogue())
+    there = {path.name: path.read_text() for path in PAGES.iterdir()}
+    assert set(there) == set(wanted), f"run: {COMMAND}"
+    stale = [name for name, text in wanted.items() if there[name] != text]
+    diff = difflib.unified_diff(*(texts[stale[0]].splitlines() for texts in (there, wanted)), lineterm="", n=1) if stale else ()
+    assert not stale, f"{stale} differ; when the change is meant, run: {COMMAND}\n" + "\n".join(diff)
+
+
+def test_what_a_test_shows_is_recorded_and_that_test_exists() -> None:
+    """tests/conftest.py compares what is recorded with what the test shows, whenever it runs."""
+    assert set(shown()) == {code for code, test in ELSEWHERE.items() if not test.startswith("gpu/")}, f"run: {COMMAND}"
+    assert all(recorded.test.partition("[")[0] == f"tests/{ELSEWHERE[code]}" for code, recorded in shown().items())
+    files = sorted({recorded.test.partition("::")[0] for recorded in shown().values()})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    listed = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {recorded.test for recorded in shown().values()} <= set(listed), f"run: {COMMAND}"
+
+
+def test_a_test_that_shows_something_else_fails() -> None:
+    recorded = shown()["MK001"]
+    with recording() as made:
+        diagnose("MK001", arch="sm_70", known="others")
+    with pytest.raises(AssertionError, match="shows MK001 otherwise"):
+        check(recorded.test, made)

@@ -10,6 +10,7 @@ import pytest
 from dsl_tools import HIDDEN, check, findings, graph_of, head, one, start
 
 import megadsl as mk
+from megadsl.diagnostics import collecting
 from megadsl.driver import compile_model
 from megadsl.dsl.overrides import Overrides, SetCount
 from megadsl.dsl.schedule import ScheduleBlock, apply
@@ -46,6 +47,11 @@ def default(graph: Graph) -> Schedule:
     )
 
 
+def applied(before: Schedule, graph: Graph, step: mk.Kernel) -> Schedule:
+    with collecting() as found:
+        return apply(before, graph, step.overrides_for("sm_90a"), found)
+
+
 def scheduled(decide: Callable[[ScheduleBlock], None]) -> tuple[Schedule, Schedule]:
     """The default schedule, and the one after the decisions."""
     step = kernel()
@@ -53,7 +59,7 @@ def scheduled(decide: Callable[[ScheduleBlock], None]) -> tuple[Schedule, Schedu
         decide(s)
     graph = graph_of(step)
     before = default(graph)
-    return before, apply(before, graph, step.overrides_for("sm_90a"))
+    return before, applied(before, graph, step)
 
 
 def test_split_columns_have_an_edge_of_their_own() -> None:
@@ -157,7 +163,7 @@ def test_later_records_win_and_a_second_block_replaces_the_first() -> None:
         s.blocks(16)
         s.blocks(32)
     graph = graph_of(step)
-    after = apply(default(graph), graph, step.overrides_for("sm_90a"))
+    after = applied(default(graph), graph, step)
     assert (after.blocks, after.batch) == (32, 4)
 
 

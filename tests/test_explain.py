@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 from check_tools import plan, split
 
+from megadsl import resources
+from megadsl.cli import main
 from megadsl.driver import Compiled, compile_model
 from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Plan
@@ -154,3 +156,25 @@ def test_share_owner_is_the_inverse_of_share_begin() -> None:
     for n, parts, offset in ((256, 132, 0), (256, 132, 131), (5, 12, 3), (49152 // 8, 132, 77), (7, 1, 0)):
         owners = [share_owner(n, parts, offset, item) for item in range(n)]
         assert owners == [i for i in range(parts) for _ in range(share_begin(n, parts, offset, i), share_begin(n, parts, offset, i + 1))]
+
+
+def test_a_code_is_explained_by_its_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in ("MK113", "mk113"):
+        monkeypatch.setattr("sys.argv", ["megadsl", "explain", code])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert not done.value.code
+        assert capsys.readouterr().out == (resources.diagnostics() / "MK113.md").read_text()
+
+
+@pytest.mark.parametrize(("code", "near"), [("MK119X", ""), ("MK1130", "MK1"), ("mk999", "MK")])
+def test_an_unknown_code_names_near_ones(code: str, near: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["megadsl", "explain", code])
+    with pytest.raises(SystemExit) as done:
+        main()
+    shown = capsys.readouterr().err
+    assert done.value.code == 1
+    if near:
+        assert shown.startswith(f"error[MK226]: no diagnostic has the code {code.upper()}\n    mend: near ones: {near}")
+    else:
+        assert "MK180" in shown  # no code: a model

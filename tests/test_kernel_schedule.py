@@ -16,7 +16,7 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
 from megadsl.lower.exchanges import merge_lanes
 from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, steps
-from tests.schedules import LINEARS, VALUES, everywhere
+from tests.schedules import LINEARS, VALUES, everywhere, gated, kv_loader
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
@@ -33,21 +33,8 @@ def small_stages(s: ScheduleBlock) -> None:
 
 
 def wide_window(s: ScheduleBlock) -> None:
-    s.ring("weights", stages=5, window=1 << 30)
+    s.ring("weights", stages=5, window=1 << 17)
     s.batch(8)
-
-
-def kv_loader(s: ScheduleBlock) -> None:
-    s.role("kv_loader", warps=1, kind="loader")
-    s.ring("kv_loader", stages=3, stage_bytes=4096, window=8192)
-    s.phase("attention").loader("kv_loader")
-    s.ring("weights", stages=6)
-
-
-def gated(s: ScheduleBlock) -> None:
-    kv_loader(s)
-    for op in ("attention", *LINEARS):
-        s[op].prefetch(smem=None)
 
 
 def prefetched(s: ScheduleBlock) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from check_tools import gated, plan, without
+from check_tools import plan, without
 from lower_tools import GPU, model
-from schedules import LINEARS
+from schedules import LINEARS, gated
 
 from megadsl.check import check_plan
 from megadsl.diagnostics import MegadslError

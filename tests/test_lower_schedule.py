@@ -11,7 +11,8 @@ from check_tools import plan
 from dsl_tools import findings, line_of, one
 from lower_tools import GPU, linears, lowered, model_graph, step_kernel, with_op
 
-from megadsl.diagnostics import Diagnostic
+from megadsl.diagnostics import Diagnostic, collecting
+from megadsl.dsl.overrides import Overrides
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Graph, Linear
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
@@ -34,6 +35,11 @@ def default(graph: Graph, blocks: int | None = None) -> Schedule:
     return default_schedule(graph, GPU, blocks=blocks, max_kv=2048)
 
 
+def verify(graph: Graph, schedule: Schedule) -> None:
+    with collecting() as found:
+        verify_schedule(graph, schedule, GPU, Overrides(GPU.arch, ()), found)
+
+
 def test_defaults_come_from_the_machine() -> None:
     graph = model_graph("llama-3.2-1b")
     schedule = default(graph)
@@ -42,7 +48,7 @@ def test_defaults_come_from_the_machine() -> None:
     assert schedule.op("attention").splits == schedule.blocks // 8 and schedule.op("attention").prefetch.hint == "evict_normal"
     assert {e.value for e in schedule.edges} == {*(v.name for v in graph.values), "attention.parts"}
     assert default(graph, blocks=4).op("attention").splits == 1
-    verify_schedule(graph, schedule, GPU)
+    verify(graph, schedule)
 
 
 def largest_bytes(graph: Graph, blocks: int) -> int:
@@ -122,9 +128,9 @@ def test_balance_beats_no_rotation_and_keeps_what_the_user_set() -> None:
 def test_parts_of_columns_are_whole_tiles() -> None:
     graph = model_graph("llama-3.2-1b")
     schedule = with_op(default(graph), "down_proj", ways=3)
-    found = one(findings(lambda: verify_schedule(graph, schedule, GPU)), "MK242")
+    found = one(findings(lambda: verify(graph, schedule)), "MK242")
     assert "in 3 parts: they are 8 tiles" in found.message and "here 1, 2, 4, 8 parts are possible" in found.mend
-    found = one(findings(lambda: verify_schedule(graph, with_op(schedule, "down_proj", ways=4, chunk=8), GPU)), "MK160")
+    found = one(findings(lambda: verify(graph, with_op(schedule, "down_proj", ways=4, chunk=8))), "MK160")
     assert "chunk of 'down_proj' is 8 tiles, a row group of it has 2 in each of the 4 parts of its columns" in found.message
 
 
@@ -161,7 +167,7 @@ def test_decisions_reach_the_plan() -> None:
 def refused(change: Callable[[Schedule], Schedule], tokens: int = 1) -> list[Diagnostic]:
     graph = model_graph("llama-tiny", tokens)
     schedule = change(default(graph, 4))
-    return findings(lambda: verify_schedule(graph, schedule, GPU))
+    return findings(lambda: verify(graph, schedule))
 
 
 def with_roles(*roles: Role) -> Callable[[Schedule], Schedule]:

@@ -26,8 +26,8 @@ from megadsl.trace.records import Event, Timeline, read_timeline
 from megadsl.trace.table import summarise
 from megadsl.trace.write import write_timeline
 from tests.kernels import Bench, compiled, steps
+from tests.schedules import gated
 from tests.test_kernel_columns import SMALL, parts, spec
-from tests.test_kernel_schedule import gated
 
 BYTES_PER_US = 2e3  # of an emulated machine whose copies take as long as its products
 LOOPED = ["qkv_proj", "attention", "attention.merge", "o_proj", "gate_up_proj", "down_proj"]

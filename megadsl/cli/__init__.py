@@ -15,6 +15,7 @@ from megadsl.cli import doctor as _doctor
 from megadsl.cli import explain as _explain
 from megadsl.cli import run as _run
 from megadsl.cli import trace as _trace
+from megadsl.cli.options import Command
 from megadsl.diagnostics import MegadslError, MegadslWarning
 from megadsl.version import __version__
 
@@ -39,13 +40,13 @@ def _root(version: bool = typer.Option(False, "--version", callback=_show_versio
     pass
 
 
-app.command("compile", epilog=_compile.EXAMPLE)(_compile.command)
-app.command("check", epilog=_check.EXAMPLE)(_check.command)
-app.command("run", epilog=_run.EXAMPLE)(_run.command)
-app.command("bench", epilog=_bench.EXAMPLE)(_bench.command)
-app.command("explain", epilog=_explain.EXAMPLE)(_explain.command)
-app.command("trace", epilog=_trace.EXAMPLE)(_trace.command)
-app.command("doctor", epilog=_doctor.EXAMPLE)(_doctor.command)
+app.command("compile", cls=Command, epilog=_compile.EXAMPLE)(_compile.command)
+app.command("check", cls=Command, epilog=_check.EXAMPLE)(_check.command)
+app.command("run", cls=Command, epilog=_run.EXAMPLE)(_run.command)
+app.command("bench", cls=Command, epilog=_bench.EXAMPLE)(_bench.command)
+app.command("explain", cls=Command, epilog=_explain.EXAMPLE)(_explain.command)
+app.command("trace", cls=Command, epilog=_trace.EXAMPLE)(_trace.command)
+app.command("doctor", cls=Command, epilog=_doctor.EXAMPLE)(_doctor.command)
 
 
 def _show_warning(

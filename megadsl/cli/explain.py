@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Annotated
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
+import typer
+
+from megadsl import resources
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Tokens
+from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
-EXAMPLE = "Example: megadsl explain llama-3.2-1b --tokens 4"
+EXAMPLE = "Example: megadsl explain llama-3.2-1b --tokens 4, or: megadsl explain MK113"
 
+CODE_UNKNOWN = declare("MK226", "no diagnostic has the code {name}", "near ones: {near}; docs/diagnostics lists all {count}")
+
+_CODE = re.compile(r"MK\d+", re.IGNORECASE)
 _WIDTH = 240  # columns, whatever the terminal has: a long line that wraps reads better than folded cells
 
 
 def command(
-    model: Model,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|CODE", help="A registered model, or FILE.py[:FUNCTION] together with --config; or a diagnostic.")
+    ],
     config: Config = None,
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
 ) -> None:
-    """Show what the kernel of MODEL will do.
+    """Show what the kernel of MODEL will do, or what the diagnostic CODE means.
 
-    Per op and per edge: tiles, bytes, roles, placement, sync and the floor that memory bandwidth sets.
+    Of a model, per op and per edge: tiles, bytes, roles, placement, sync and the floor that memory bandwidth sets. Of a code such as
+    MK113: its page of docs/diagnostics, with an example and how it is mended; options are ignored.
     """
+    if _CODE.fullmatch(model):
+        typer.echo(_page(model.upper()), nl=False)
+        return
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
     compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks)
     for columns, lines in rows(compiled):
         _print_table(columns, lines)
+
+
+def _page(code: str) -> str:
+    """The page of a diagnostic, Markdown; MK226 when there is none."""
+    pages = {path.stem: path for path in resources.diagnostics().glob("MK*.md")}
+    if code not in pages:
+        near = get_close_matches(code, sorted(pages), n=3, cutoff=0)
+        raise error(CODE_UNKNOWN, name=code, near=", ".join(near), count=len(pages))
+    return pages[code].read_text(encoding="utf-8")
 
 
 def _print_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

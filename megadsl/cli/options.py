@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from megadsl.machine import DEFAULT_ARCH
 
@@ -21,7 +22,26 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A registered model, or FILE.py[:FUNCTION] together with --config.")]
+class Command(TyperCommand):
+    """A command that reports everything wrong with its options and arguments at once."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # the base's name is private
+        try:
+            return super().parse_args(ctx, [*args])
+        except typer.BadParameter as first:
+            wrong = [first.format_message()]
+        options, _, _ = self.make_parser(ctx).parse_args(args=[*args])
+        for parameter in self.get_params(ctx):
+            try:
+                parameter.handle_parse_result(ctx, options, [])
+            except typer.BadParameter as found:
+                wrong.append(found.format_message())
+        ctx.fail("\n".join(dict.fromkeys(wrong)))
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A registered model, a Hugging Face directory, or FILE.py[:FUNCTION] together with --config.")
+]
 Config = Annotated[
     Path | None,
     typer.Option("--config", exists=True, dir_okay=False, metavar="FILE", help="The model's config.json, for a MODEL that is a file."),

@@ -42,17 +42,21 @@ NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV ran
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
+_OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
 _ORDER = (SetRole, SetRing, SetCount, SetScope, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
-def apply(schedule: Schedule, graph: Graph, overrides: Overrides) -> Schedule:
-    """``schedule`` with the overrides. Raises all of MK152 to MK158 at once, each at the user's line."""
-    found = Collector()
+def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
+    """``schedule`` with the overrides, less those that are wrong: MK152 to MK158 are added to ``found``, each at the user's line.
+
+    Raises ``found`` when it is a role or a ring that is wrong, for all other decisions are judged by those.
+    """
     for kind in _ORDER:
         for record in overrides.records:
             if isinstance(record, kind):
                 schedule = _apply(schedule, graph, record, overrides, found)
-    found.raise_if_any()
+    if any(d.code in _OF_THE_BLOCK for d in found.found):
+        found.raise_if_any()
     return schedule
 
 
@@ -167,8 +171,8 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
         case SetPrefetch():
             changes = dict(record.changes)
             ahead_of = changes.get("ahead_of")
-            if ahead_of is not None:
-                _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found)
+            if ahead_of is not None and not _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found):
+                return old
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
         case SetScale():
             return replace(old, scale=record.scale)
@@ -176,6 +180,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
             changes = dict(record.changes)
             if "splits" in changes and not isinstance(graph.op(old.op), Attention):
                 found.add(NOT_SPLIT, record.span, op=old.op)
+                return old
             return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
 
 

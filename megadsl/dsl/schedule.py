@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from megadsl.diagnostics import Collector, MegadslError, declare, error
+from megadsl.diagnostics import Collector, MegadslError, collecting, declare
 from megadsl.dsl.apply import apply
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.mistakes import explain, misuse
@@ -285,10 +285,12 @@ class EdgeHandle:
         self._block.record(SetSync(self._producer, self._consumer, sync, span))
 
 
-def require_count(what: str, value: object) -> None:
-    """MK150 for what is neither None nor an integer; how large it may be is the machine's to say."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise error(BAD_COUNT, what=what, value=value, least=1)
+def require_counts(**values: object) -> None:
+    """MK150 for each that is neither None nor an integer; how large it may be is the machine's to say."""
+    with collecting() as found:
+        for what, value in values.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                found.add(BAD_COUNT, what=what, value=value, least=1)
 
 
 def schedule(kernel: Kernel, arch: str = DEFAULT_ARCH) -> ScheduleBlock:

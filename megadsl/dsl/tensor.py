@@ -30,6 +30,7 @@ Scalar = int | float
 _PRODUCT = "write mk.linear(x, w), with w of shape (out_features, in_features)"
 _EXPRESSION = 'write an expression, such as mk.map("x ** 2", x=x) or mk.map("max(x, 0)", x=x)'
 _PARTS = "take the parts from a linear of several weights: a, b = mk.linear(x, w_a, w_b)"
+_EQUALITY = "compare handles with `is`, or decide by fields of the configuration: what a tensor holds is known on the GPU only"
 _VALUE = "decide by fields of the configuration: what a tensor holds is known on the GPU only"
 
 
@@ -121,6 +122,12 @@ class Tensor:
         self._refuse("comparison", _EXPRESSION)
 
     __gt__ = __le__ = __ge__ = __lt__
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse("equality", _EQUALITY)
+
+    __ne__ = __eq__
+    __hash__ = object.__hash__  # Python looks up by identity first: a tensor may be a key
 
     def __getitem__(self, index: object) -> NoReturn:
         self._refuse("elements", _PARTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from megadsl.diagnostics import MegadslError
+from megadsl.diagnostics import MegadslError, collecting
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
 from megadsl.ir.graph import Attention, Graph, Linear
@@ -68,9 +68,10 @@ def _fuse(state: Lowering) -> None:
 
 def _schedule(state: Lowering) -> None:
     schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv)
-    if state.overrides is not None:
-        schedule = apply(schedule, state.graph, state.overrides)
-    verify_schedule(state.graph, schedule, state.machine, state.overrides)
+    asked = state.overrides or Overrides(schedule.arch, ())
+    with collecting() as found:
+        schedule = apply(schedule, state.graph, asked, found)
+        verify_schedule(state.graph, schedule, state.machine, asked, found)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)

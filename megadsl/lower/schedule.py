@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
@@ -13,6 +13,7 @@ from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, takes_chunks
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
+from megadsl.source import Span
 from megadsl.types import KIB, MIB, ceil_div, round_up
 
 LOADER = "loader"
@@ -48,7 +49,7 @@ BAD_STAGE = declare(
 BAD_SLOTS = declare(
     "MK165",
     "{kind} on {value!r} has {slots} slots",
-    "use a power of two that is at least {least}, as in mk.{kind}(slots=4)",
+    "use a power of two that is at least {least} and at most {most}, as in mk.{kind}(slots=4)",
 )
 BAD_COUNT = declare("MK166", "{what} is {value}", "choose a value from {low} to {high}")
 LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}")
@@ -91,6 +92,7 @@ NOT_FACTORED = declare(
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MIN_REGISTERS = 128
 MAX_STAGES = 64
+MAX_SLOTS = 64  # two to four serve; each is a copy of the whole value in L2
 MAX_BATCH = 32
 MAX_KV = 1 << 24  # rows
 STAGE_UNIT = 128  # bytes
@@ -214,47 +216,44 @@ def _level(load: list[int], shares: int, share_bytes: int) -> int:
     return min(offsets, key=lambda o: max(_added(load, shares, o, share_bytes)))
 
 
-def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> None:
-    """Refuse what the machine or the kernel cannot do; every finding at once, at the line of ``overrides`` that asks for it."""
-    asked = overrides or Overrides(schedule.arch, ())
-    _check_roles(schedule, graph, asked)
-    with collecting() as found:
-        if schedule.scope == "op" and "dependent_launch" not in machine.features:
-            where, feature = asked.said(graph.span, "scope"), "dependent_launch"
-            found.add(LACKS, where, what="one op a launch", feature=feature, arch=machine.arch, having=_having(feature))
-        _check_warps(schedule, machine, graph, asked, found)
-        _check_rings(graph, schedule, machine, asked, found)
-        _check_edges(schedule, graph, asked, found)
-        _check_ops(schedule, graph, machine, asked, found)
+def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, asked: Overrides, found: Collector) -> None:
+    """Add to ``found`` what the machine or the kernel cannot do, at the line of ``asked`` that decides it.
+
+    Raises ``found`` when the roles are wrong: what comes after relies on the consumer role and on a ring per loader.
+    """
+    if not _check_roles(schedule, graph, asked, found):
+        found.raise_if_any()
+    if schedule.scope == "op" and "dependent_launch" not in machine.features:
+        where, feature = asked.said(graph.span, "scope"), "dependent_launch"
+        found.add(LACKS, where, what="one op a launch", feature=feature, arch=machine.arch, having=_having(feature))
+    _check_warps(schedule, machine, graph, asked, found)
+    _check_rings(graph, schedule, machine, asked, found)
+    _check_edges(schedule, graph, asked, found)
+    _check_ops(schedule, graph, machine, asked, found)
 
 
-def _check_roles(schedule: Schedule, graph: Graph, asked: Overrides) -> None:
-    """Raises at once: what comes after relies on the consumer role and on a ring per loader."""
+def _check_roles(schedule: Schedule, graph: Graph, asked: Overrides, found: Collector) -> bool:
+    before = len(found.found)
     rings = dict(schedule.rings)
-    with collecting() as found:
-        consumers = [r.name for r in schedule.roles if r.kind == "consumer"]
-        wide = [r.name for r in schedule.roles if r.kind == "loader" and r.warps != 1]
-        if len(consumers) != 1 or wide:
-            roles = ", ".join(f"{r.name} ({r.kind}, {r.warps} warps)" for r in schedule.roles)
-            found.add(BAD_ROLES, asked.said(graph.span, ("kind", "warps"), *(wide or consumers)), roles=roles)
-        for role in schedule.roles:
-            if role.kind == "loader" and role.name not in rings and consumers:
-                found.add(NO_RING, asked.said(graph.span, "kind", role.name), role=role.name)
+    consumers = [r.name for r in schedule.roles if r.kind == "consumer"]
+    wide = [r.name for r in schedule.roles if r.kind == "loader" and r.warps != 1]
+    if len(consumers) != 1 or wide:
+        roles = ", ".join(f"{r.name} ({r.kind}, {r.warps} warps)" for r in schedule.roles)
+        found.add(BAD_ROLES, asked.said(graph.span, ("kind", "warps"), *(wide or consumers)), roles=roles)
+    for role in schedule.roles:
+        if role.kind == "loader" and role.name not in rings and consumers:
+            found.add(NO_RING, asked.said(graph.span, "kind", role.name), role=role.name)
+    return len(found.found) == before
 
 
 def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overrides, found: Collector) -> None:
-    blocks, bulk_prefetch = schedule.blocks, "l2_bulk_prefetch"
+    blocks = schedule.blocks
     for op in schedule.ops if blocks > 0 else ():
         default = graph.op(op.op).span
         span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
             found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
-        if op.prefetch.l2_bytes and bulk_prefetch not in machine.features:
-            found.add(LACKS, span, what="l2 prefetch", feature=bulk_prefetch, arch=machine.arch, having=_having(bulk_prefetch))
-        if op.prefetch.l2_bytes and not isinstance(graph.op(op.op), Linear):
-            found.add(L2_NOTHING, span, op=op.op)
-        if op.prefetch.l2_bytes % L2_BYTES:
-            found.add(L2_UNIT, span, op=op.op, bytes=op.prefetch.l2_bytes)
+        _check_l2(graph, op, machine, span, found)
         if not 0 <= op.share_offset < blocks:
             where = asked.said(default, "share_offset", op.op)
             found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
@@ -266,6 +265,18 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         linear = graph.op(op.op)
         if op.scale == "after" and not (isinstance(linear, Linear) and factored(linear)):
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
+
+
+def _check_l2(graph: Graph, how: OpSchedule, machine: Machine, span: Span, found: Collector) -> None:
+    wanted, feature, most = how.prefetch.l2_bytes, "l2_bulk_prefetch", machine.l2_bytes
+    if wanted and feature not in machine.features:
+        found.add(LACKS, span, what="l2 prefetch", feature=feature, arch=machine.arch, having=_having(feature))
+    if wanted and not isinstance(graph.op(how.op), Linear):
+        found.add(L2_NOTHING, span, op=how.op)
+    if wanted > most:
+        found.add(BAD_COUNT, span, what=f"l2 prefetch of {how.op!r}, in bytes,", value=wanted, low=0, high=most)
+    elif wanted % L2_BYTES:
+        found.add(L2_UNIT, span, op=how.op, bytes=wanted)
 
 
 def _check_ways(graph: Graph, how: OpSchedule, asked: Overrides, found: Collector) -> bool:
@@ -331,6 +342,10 @@ def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, asked: Over
             span = asked.said(graph.span, "stage_bytes", ring.name, role)
             need = round_up(need, STAGE_UNIT)
             found.add(BAD_STAGE, span, ring=ring.name, stage=ring.stage_bytes, what=what, need=need, unit=STAGE_UNIT)
+        for field, value, low in (("window", ring.window, 1), ("meeting_window", ring.meeting_window, 0)):
+            if not low <= value <= machine.smem_per_block:
+                where = asked.said(graph.span, field, ring.name, role)
+                found.add(BAD_COUNT, where, what=f"{field} of ring {ring.name!r}", value=value, low=low, high=machine.smem_per_block)
 
 
 def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str, int]]:
@@ -351,6 +366,6 @@ def _check_edges(schedule: Schedule, graph: Graph, asked: Overrides, found: Coll
     for edge in schedule.edges:
         least = 4 if isinstance(edge.sync, Sentinel) else 2
         slots = edge.sync.slots
-        if slots < least or slots & (slots - 1):
+        if not least <= slots <= MAX_SLOTS or slots & (slots - 1):
             span = asked.said(graph.op(edge.producer).span, "sync", edge.producer)
-            found.add(BAD_SLOTS, span, kind=type(edge.sync).__name__, value=edge.value, slots=slots, least=least)
+            found.add(BAD_SLOTS, span, kind=type(edge.sync).__name__, value=edge.value, slots=slots, least=least, most=MAX_SLOTS)

@@ -1,4 +1,4 @@
-"""mk.layers and what goes from layer to layer. How to read the comments: tests/test_broken_specs.py."""
+"""mk.layers and what goes from layer to layer. How to read the comments: tests/broken_specs.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Decisions of a schedule that no kernel can follow. How to read the comments: tests/test_broken_specs.py."""
+"""Decisions of a schedule that no kernel can follow. How to read the comments: tests/broken_specs.py."""
 
 from typing import Any
 
@@ -168,6 +168,45 @@ def slots_of_a_sentinel(s: ScheduleBlock) -> None:
     s.edge("qkv_proj", "attention").sync(mk.Sentinel(slots=2))
     # MK165 `s.edge(` | Sentinel on 'qkv_proj' has 2 slots | at least 4
     # mend: mk.Sentinel(slots=2) => «mk.Sentinel(slots=4)»
+
+
+def absurd_slots(s: ScheduleBlock) -> None:
+    s["o_proj"].sync(mk.Tagged(slots=1 << 30))
+    # MK165 `s["o_proj"].sync(` | Tagged on 'x' has 1073741824 slots | at least 2 and at most 64
+    # mend: 1 << 30 => «at most (\d+), as»
+
+
+def absurd_window(s: ScheduleBlock) -> None:
+    s.ring("weights", window=1 << 30)
+    # MK166 `s.ring(` | window of ring 'weights' is 1073741824 | choose a value from 1 to 232448
+    # mend: 1 << 30 => «232448»
+
+
+def absurd_meeting_window(s: ScheduleBlock) -> None:
+    s.ring("weights", meeting_window=1 << 40)
+    # MK166 `s.ring(` | meeting_window of ring 'weights' is 1099511627776 | choose a value from 0 to 232448
+    # mend: 1 << 40 => «232448»
+
+
+def absurd_l2(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=1 << 40)
+    # MK166 `s["o_proj"].prefetch(` | l2 prefetch of 'o_proj', in bytes, is 1099511627776 | choose a value from 0 to 60000000
+    # mend: 1 << 40 => «60000000»
+
+
+def many_at_once(s: ScheduleBlock) -> None:
+    s["o_prj"].prefetch(l2=1024)
+    # MK152 `s["o_prj"].prefetch(` | no op is called 'o_prj' | the ops are: embed
+    # mend: o_prj => «o_proj»
+    s.edge("qkv_proj", "o_proj").sync(mk.Flag())
+    # MK154 `s.edge(` | 'o_proj' reads nothing from 'qkv_proj' | the readers of 'qkv_proj' are
+    # mend: "qkv_proj", "o_proj" => "qkv_proj", "«attention»"
+    s.batch(40)
+    # MK166 `s.batch(` | batch is 40 | choose a value from 1 to 32
+    # mend: batch(40) => batch(4)
+    s["attention"].split(kv=400)
+    # MK166 `s["attention"].split(` | kv split of 'attention' is 400 | choose a value from 1 to 4
+    # mend: 400 => 2
 
 
 def kv_split(s: ScheduleBlock) -> None:

@@ -1,4 +1,4 @@
-"""Tensors, weights and operands that are not what an op takes. How to read the comments: tests/test_broken_specs.py."""
+"""Tensors, weights and operands that are not what an op takes. How to read the comments: tests/broken_specs.py."""
 
 from typing import Any
 
@@ -114,6 +114,23 @@ def comparison(cfg: Any, tokens: int = 1) -> mk.Tensor:
     return head(x * (x > 0))
     # MK221 `x > 0` | have no comparison | write an expression
     # mend: x * (x > 0) => «mk.map("max(x, 0)", x=x)»
+
+
+@mk.kernel
+def equality(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    return head(2 * x if x == 0 else x)
+    # MK221 `x == 0` | have no equality | decide by fields of the configuration
+    # mend: x == 0 => cfg.layers == 0
+
+
+@mk.kernel
+def inequality(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    y = mk.linear(x, square("w"))
+    return head(x + y if x != y else x)
+    # MK221 `x != y` | have no equality | compare handles with `is`
+    # mend: x != y => x «is» not y
 
 
 @mk.kernel
