@@ -124,6 +124,7 @@ def test_linears(name: str) -> None:
         "pieces": tiles.pieces,
         "ways": how.ways,
         "chunk_pieces": s.memory.chunk(name),
+        "together": 1,
         "l2_bytes": 0,
         "pass_groups": 0,
     }

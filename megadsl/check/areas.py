@@ -25,6 +25,7 @@ WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
 MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
 MOST_UNITS = 3  # of an attention
+REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 
 
@@ -177,8 +178,8 @@ class Stream:
         partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.layer, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
-            if not step.instr.args["direct"]:
-                yield self._activations(step, m, chunk, 0, False)
+            direct = bool(step.instr.args["direct"])
+            yield self._registers(step, chunk, False) if direct else self._activations(step, m, chunk, 0, False)
             yield partials
         yield from self._meet(step.instr, "partials")
         yield from (self._scalars(step, i, False) for i in scaled)
@@ -223,11 +224,17 @@ class Stream:
         size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
         return Access(("activations", "second")[second], self.words[second], size, write, step, self._gathered(step, chunk), own)
 
+    def _registers(self, step: Step, chunk: int, write: bool) -> Access:
+        """An input that arrives in registers. Each warp has its own, and no other touches them."""
+        return Access("registers", REGISTERS, 4, write, step, self._gathered(step, chunk), solo=True)
+
     def _prologue(self, step: Step, m: Matrix, chunk: int) -> Iterator[Event]:
         operands = [0]
         for inner in step.instr.body:
             at = Step(inner, step.layer, step.names)
-            if inner.call == "gather" and inner.args["into"] != "registers":
+            if inner.call == "gather" and step.instr.args["direct"]:
+                yield self._registers(at, chunk, True)
+            elif inner.call == "gather":
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)

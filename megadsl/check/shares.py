@@ -14,6 +14,7 @@ from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import row_vectors, vectors_for
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
@@ -85,12 +86,12 @@ def _split(device: Device, op: str, what: str, groups: int, offset: int, finding
 
 def _linear(device: Device, op: Linear, findings: Findings) -> None:
     m, tiles = device.matrix(op.name), tiling(op)
-    mine = (m.groups, m.fold, m.pieces, m.tile_columns)
-    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns)
+    mine = (m.groups, m.fold, m.pieces, m.tile_columns, m.together)
+    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns, tiles_together(op, device.plan.schedule))
     if mine != theirs or m.pieces % (m.ways * m.chunk_pieces):
         rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
         cut = f"{m.ways} parts, {m.chunk_pieces} tiles a chunk"
-        wrong = f"(row groups, fold, tiles per group, columns) are {mine}, packed as {theirs}, {cut}"
+        wrong = f"(row groups, fold, tiles per group, columns, tiles in a stage) are {mine}, packed as {theirs}, {cut}"
         findings.add(COVER, op.span, rows, op=op.name, what="tiles", wrong=wrong)
     _split(device, op.name, "row groups", m.shared, m.share_offset, findings)
 

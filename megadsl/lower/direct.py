@@ -37,12 +37,17 @@ def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None
         for how in schedule.ops:
             op, gather = graph.op(how.op), how.gather
             if gather is None:
-                few = not isinstance(op, Linear) or lane_parts(op, schedule) <= DEFAULT_PARTS
-                gather = SHARED if why_shared(op, graph, schedule) or not few else REGISTERS
+                gather = SHARED if why_shared(op, graph, schedule) or not _is_small(op, graph, schedule) else REGISTERS
             elif gather == REGISTERS:
                 _check(graph, schedule, how.op, asked, found)
             chosen.append(replace(how, gather=gather))
     return replace(schedule, ops=tuple(chosen))
+
+
+def _is_small(op: Op, graph: Graph, schedule: Schedule) -> bool:
+    """Whether what a gather takes apart from its bytes counts: of an attention, in a loop of such linears."""
+    linears = [op] if isinstance(op, Linear) else [o for o in graph.ops if isinstance(o, Linear) and o.loop == op.loop]
+    return all(lane_parts(o, schedule) <= DEFAULT_PARTS for o in linears)
 
 
 def lane_parts(op: Linear, schedule: Schedule) -> int:

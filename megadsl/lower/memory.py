@@ -241,7 +241,7 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
     """What each phase keeps in the overlay."""
     tokens, warps = graph.tokens, schedule.consumer.warps
     columns = [(op, tiling(op).tile_columns * chunks[op.name]) for op in graph.ops if isinstance(op, Linear)]
-    first = max((c for _, c in columns), default=0) * tokens * 2
+    first = max((c for op, c in columns if not is_direct(op, schedule)), default=0) * tokens * 2
     second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
     yield [("activations", first), ("second", second)]
     # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
@@ -253,7 +253,7 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
         rows = op.heads // op.kv_heads * tokens
         part_rows = min(16, rows)
         yield [
-            (f"{op.name}.queries", round_up(rows, 16) * op.head_dim * 2),
+            (f"{op.name}.queries", 0 if is_direct(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
             (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
             (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
         ]

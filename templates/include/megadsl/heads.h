@@ -144,6 +144,20 @@ struct LaneSoftmax {
   }
 };
 
+// Takes a unit's cached chunks out of the ring, at most one for each warp.
+template <class T, class B, class R>
+MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, LaneChunk<T>& chunk) {
+  constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 cached = unit.end - unit.begin, warp = block.warp();
+#pragma unroll 1
+  for (u32 stage = 0; stage * kPerStage < cached; ++stage) {
+    const smem_ptr<char> from = reader.wait_stage(site, unit.begin + stage * kPerStage);
+    if (warp / kPerStage == stage && warp < cached) chunk.load(from.template at<char>(warp % kPerStage * T::kChunkBytes), block.lane());
+    chunk.await();
+    reader.release();
+  }
+}
+
 // Consumer side of attention for all units of this block; as run_attention.
 template <class QkvWire, class PartWire, class T, class B, class R>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
@@ -164,13 +178,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     const bool early = cached <= classes;
     const smem_ptr<char> row = block.template at<char>(s.fresh);
     LaneChunk<T> chunk = {};
-#pragma unroll 1
-    for (u32 stage = 0; early && stage < stages; ++stage) {
-      const smem_ptr<char> from = reader.wait_stage(ring_site, unit.begin + stage * kPerStage);
-      if (warp / kPerStage == stage && warp < cached) chunk.load(from.template at<char>(warp % kPerStage * T::kChunkBytes), lane);
-      chunk.await();
-      reader.release();
-    }
+    if (early) hold_unit(block, reader, ring_site, unit, chunk);
     LaneQueries<T> queries;
     LaneSoftmax<T> state;
     trace(block.cx, Event::kWait, gather_site, unit.split);

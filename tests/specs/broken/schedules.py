@@ -318,6 +318,12 @@ def more_held_than_a_batch(s: ScheduleBlock) -> None:
     # mend: registers=9 => registers=«at most (\d+)»
 
 
+def registers_for_tags(s: ScheduleBlock) -> None:
+    s["o_proj"].gather("registers")
+    # MK244 `s["o_proj"].gather(` | 'o_proj' cannot gather its input into registers: 'attention' is not dense | use mk.Sentinel() for it
+    # mend: "registers" => "shared"
+
+
 def parts_of_one_tile(s: ScheduleBlock) -> None:
     s["o_proj"].columns(ways=2)
     # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible
