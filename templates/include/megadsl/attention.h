@@ -348,18 +348,57 @@ MK_DEV u32 hold_chunks(const B& block, R& reader, u32 site, const Unit& unit, u3
   return stages;
 }
 
+// A warp's chunks of a unit in one pass over them: every `classes`th from `next` on, the first `held` stages taken before.
+struct ChunkClass {
+  u32 held, next, classes;
+};
+
+// Takes a warp's chunks: what is held, stages of cached rows, then this step's own chunk, in one loop, so that the arithmetic exists
+// once. Chunks are counted from the unit's first.
+template <class T, bool kHolds, class B, class R, u32 kMasks>
+MK_DEV void take_chunks(const B& block, R& reader, u32 site, const Unit& unit, ChunkClass own, u32 kv_len, u32 tokens,
+                        const u32 (&ancestors)[kMasks], smem_ptr<char> fresh, float scale_log2, HeldChunk<T>& held, Softmax<T>& state) {
+  constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
+#pragma unroll 1
+  for (u32 stage = max_u32(own.held, 1) - 1; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
+    const bool kept = stage < own.held, lies = !kept && stage < stages;
+    const u32 first = kept ? 0 : min_u32(stage * kPerStage, cached), end = kept || lies ? min_u32((stage + 1) * kPerStage, cached) : cached + 1;
+    const smem_ptr<char> from = lies ? reader.wait_stage(site, unit.begin + first) : fresh;
+    if (first == 0 && cached != 0) trace(block.cx, Event::kTile, site, unit.begin);
+#pragma unroll 1
+    for (; own.next < end; own.next += own.classes) {
+      u32 exist = tokens, seen[2];
+      if (own.next < cached) exist = min_u32(kChunkRows, kv_len - (unit.begin + own.next) * kChunkRows);
+#pragma unroll
+      for (u32 r = 0; r < 2; ++r) {
+        seen[r] = (1u << exist) - 1;
+        if (own.next == cached) seen[r] &= ancestors[r % kMasks];
+      }
+      const LyingChunk<T> lying = {from.template at<char>((own.next - first) * T::kChunkBytes), block.lane()};
+      if constexpr (kHolds) {
+        if (!kept) held.load(lying);
+        state.take(held, block.lane(), scale_log2, seen, exist);
+      } else {
+        state.take(lying, block.lane(), scale_log2, seen, exist);
+      }
+    }
+    if (lies) reader.release();
+  }
+}
+
 // Consumer side of attention for all units of this block. kHolds: warps take chunks before they wait for the queries.
 template <class QkvWire, class PartWire, class T, class P, bool kHolds, class B, class R>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
-  constexpr u32 kTokens = B::kTokens, kPerStage = R::kStageBytes / T::kChunkBytes;
+  constexpr u32 kTokens = B::kTokens;
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, kv_len);
-    const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0);
+    const u32 chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
     HeldChunk<T> held = {};  // zeros: registers without a value on some path would count as in use in all the loop
@@ -393,35 +432,8 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const u32 tile = block.warp() % tiles, mine = block.warp() / tiles;
       const bool active = mine < classes;
       Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
-      // What is held, stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once. Chunks are
-      // counted from the unit's first.
-      const u32 begun = first_tile == 0 ? held_stages : 0, stages = ceil_div(cached, kPerStage);
-      u32 next = active ? mine : ~0u;  // the warp's next chunk
-#pragma unroll 1
-      for (u32 stage = max_u32(begun, 1) - 1; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
-        const bool kept = stage < begun, lies = !kept && stage < stages;
-        const u32 first = kept ? 0 : min_u32(stage * kPerStage, cached), end = kept || lies ? min_u32((stage + 1) * kPerStage, cached) : chunks;
-        const smem_ptr<char> from = lies ? reader.wait_stage(ring_site, unit.begin + first) : block.template at<char>(s.fresh);
-        if (first == 0 && cached != 0) trace(block.cx, Event::kTile, ring_site, unit.begin);
-#pragma unroll 1
-        for (; next < end; next += classes) {
-          u32 exist = step.tokens, seen[2];
-          if (next < cached) exist = min_u32(kChunkRows, kv_len - (unit.begin + next) * kChunkRows);
-#pragma unroll
-          for (u32 r = 0; r < 2; ++r) {
-            seen[r] = (1u << exist) - 1;
-            if (next == cached) seen[r] &= ancestors[r % kMasks];
-          }
-          const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
-          if constexpr (kHolds) {
-            if (!kept) held.load(lying);
-            state.take(held, block.lane(), scale_log2, seen, exist);
-          } else {
-            state.take(lying, block.lane(), scale_log2, seen, exist);
-          }
-        }
-        if (lies) reader.release();
-      }
+      const ChunkClass own = {first_tile == 0 ? held_stages : 0, active ? mine : ~0u, classes};
+      take_chunks<T, kHolds>(block, reader, ring_site, unit, own, kv_len, step.tokens, ancestors, block.template at<char>(s.fresh), scale_log2, held, state);
       if (active) {
         const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
