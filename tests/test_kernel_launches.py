@@ -70,6 +70,11 @@ def test_launches_hold(name: str, tokens: int, decide: object) -> None:
     assert not report.findings and any(line.startswith("launches: 8 kernels") for line in report.proved)
 
 
+def test_launches_without_room_beside_each_other() -> None:
+    some, many = (compile_model("llama-3.2-1b", tokens=tokens, scope="op", check=False).schedule for tokens in (1, 16))
+    assert (some.resident, many.resident) == (2, 1) and some.rings[0][1].stages < many.rings[0][1].stages
+
+
 def test_a_scope_that_is_none() -> None:
     made = mk.kernel(load("llama-tiny")[0].function)
     with pytest.raises(MegadslError) as caught, mk.schedule(made) as s:

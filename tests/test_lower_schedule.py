@@ -7,14 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from check_tools import plan
 from dsl_tools import findings, line_of, one
 from lower_tools import GPU, linears, lowered, model_graph, step_kernel, with_op
 
 from megadsl.diagnostics import Diagnostic
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.ir.graph import Graph
+from megadsl.ir.graph import Graph, Linear
 from megadsl.ir.schedule import Prefetch, Ring, Role, Schedule
 from megadsl.lower.columns import largest_share, parts_of, share_begin, share_owner
+from megadsl.lower.memory import block_parts
 from megadsl.lower.schedule import (
     MEETING_BYTES,
     WINDOW_BYTES,
@@ -217,3 +219,18 @@ def test_an_architecture_that_lacks_something(feature: str, what: str) -> None:
 def test_every_finding_at_once() -> None:
     found = refused(lambda s: replace(with_op(s, "o_proj", share_offset=-1), blocks=500, batch=0))
     assert sorted(d.code for d in found) == ["MK163", "MK166", "MK166"]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama-3.2-1b", 1), ("llama-3.2-1b", 16), ("llama-3.1-8b", 1)])
+def test_blocks_have_streamed_alike_at_each_meeting(name: str, tokens: int) -> None:
+    """A block that has more bytes behind it makes all others wait: the large models' blocks differ by one row group at most, and by
+    nothing from layer to layer, which would add up."""
+    made = plan(name, tokens=tokens)
+    streamed, differences = [0] * made.schedule.blocks, []
+    for op in (op for op in made.graph.ops if isinstance(op, Linear)):
+        row_group, ways = tiling(op).group_bytes, made.schedule.op(op.name).ways
+        for block, parts in enumerate(block_parts(op, made.schedule)):
+            streamed[block] += sum(last - first for _, first, last in parts) * row_group // ways
+        differences.append((op, max(streamed) - min(streamed), row_group * tiling(op).fold // ways))
+    assert all(difference <= one for _, difference, one in differences)
+    assert all(difference == 0 for op, difference, _ in differences if op.loop is not None)

@@ -71,7 +71,7 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
         case SetCount():
             return replace(schedule, max_kv=record.value)
         case SetScope():
-            return replace(schedule, scope=record.scope)
+            return replace(schedule, scope=record.scope, resident=2 if record.scope == "op" else 1)
         case SetSync():
             return _sync(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():

@@ -104,8 +104,7 @@ class Emulator:
         policy: int = 0,
         mutant: Mutant | None = None,
         record_points: bool = False,
-        kernel: int = 0,
-        layer: int = 0,
+        part: tuple[int, int] = (0, 0),
     ) -> LaunchReport:
         """Run one launch to its end.
 
@@ -113,14 +112,13 @@ class Emulator:
         buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
         accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
         same seed, ``policy`` (an abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
-        ``kernel`` and ``layer`` say which launch of a step it is, where that is several (the manifest's ``launches``).
+        ``part`` says which kernel it is and of which layer, where a step is several (the manifest's ``launches``).
         ``mutant`` and ``record_points`` are for builds with the race detector; others take no notice.
 
         A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
         (misaligned or outside access, misused barrier, divergent collective) and MK361 for a launch that does not fit.
         """
         shape = [word & 0xFFFFFFFF for word in manifest["shape"]]
-        sizes = manifest.get("buffers", {})
         hangs = (HangRecord * _MAX_HANGS)()
         races = (RaceRecord * _MAX_RACES)()
         points = (PointRecord * (_MAX_POINTS if record_points else 0))()
@@ -128,15 +126,15 @@ class Emulator:
         result = LaunchResult(hangs=hangs, hang_capacity=_MAX_HANGS, races=races, race_capacity=_MAX_RACES)
         args = LaunchArgs(
             buffers=(ctypes.c_void_p * len(BUFFERS))(*(buffers.get(name) or None for name in BUFFERS)),
-            buffer_bytes=(ctypes.c_uint64 * len(BUFFERS))(*(sizes.get(name, 0) for name in BUFFERS)),
+            buffer_bytes=(ctypes.c_uint64 * len(BUFFERS))(*(manifest.get("buffers", {}).get(name, 0) for name in BUFFERS)),
             shape=(ctypes.c_uint32 * max(len(shape), 1))(*shape),
             shape_words=len(shape),
             blocks=manifest["blocks"],
             threads=manifest["threads"],
             cluster=manifest.get("cluster", 1),
             smem_bytes=manifest["smem_bytes"],
-            kernel=kernel,
-            layer=layer,
+            kernel=part[0],
+            layer=part[1],
             seed=seed,
             step_limit=step_limit or (mutant.step_limit if mutant is not None else 0),
             policy=Policy(policy),
@@ -149,12 +147,11 @@ class Emulator:
             changed_points=(ctypes.c_uint64 * len(keys))(*keys),
         )
         status = Status(self._run(ctypes.byref(args)))
+        found = describe_races(races[: result.race_count], self.path, self._source)
         if status == Status.FAULT:
-            found = describe_races(races[: result.race_count], self.path, self._source)
             raise error(FAULT, what=result.message.decode(errors="replace"), detail="\n".join(map(str, found)))
         if status == Status.BAD_ARGS:
             raise error(BAD_LAUNCH, blocks=args.blocks, cluster=args.cluster, threads=args.threads, words=len(shape))
-        found = describe_races(races[: result.race_count], self.path, self._source)
         report = _report(result, hangs)
         return replace(report, races=found, points=tuple(points[: result.point_count]), hung=status == Status.HUNG)
 

@@ -43,7 +43,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
     s = plan.schedule
     yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}"
     if s.scope == "op":
-        yield f"one op of one layer a launch, {s.resident} blocks to an SM"
+        yield f"one op of one layer a launch, blocks to an SM: {s.resident}"
     for role, ring in s.rings:
         window = f"window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
         yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, {window}"

@@ -120,11 +120,7 @@ class Schedule:
     batch: int  # row groups reduced together
     max_kv: int  # rows each KV cache holds
     scope: str = "step"  # what one launch runs: "step", or "op": a phase of one op, launched as a dependent of the one before
-
-    @property
-    def resident(self) -> int:
-        """Blocks that an SM has room for: two where a launch fills its rings while the one before still works."""
-        return 2 if self.scope == "op" else 1
+    resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:
         return next(o for o in self.ops if o.op == name)

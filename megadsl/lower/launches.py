@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
+from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region, Verb
 from megadsl.lower.shape import ident
+from megadsl.source import Span
+from megadsl.types import Level
 
 ENTRY = "megakernel"
+_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
+
+
+def join(op: str, span: Span) -> Instr:
+    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
+    return Instr(Verb.BARRIER, "join_launch", op, span, reads=(Region("control", "step", Level.GPU),))
+
+
+def joined(phase: Phase) -> Phase:
+    """A phase of the consumers that is a launch of its own."""
+    first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
+    return replace(phase, body=(*phase.body[:first], join(phase.op, phase.span), *phase.body[first:]))
 
 
 @dataclass(frozen=True)

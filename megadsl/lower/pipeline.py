@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from megadsl.diagnostics import MegadslError
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
 from megadsl.ir.graph import Attention, Graph, Linear
@@ -90,7 +91,13 @@ def _pack(state: Lowering) -> None:
 
 
 def _memory(state: Lowering) -> None:
-    state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
+    try:
+        state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
+    except MegadslError:
+        if state.schedule.resident == 1:
+            raise
+        state.schedule = replace(state.schedule, resident=1)  # launches of so many tokens do not find room beside each other
+        state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
     state.schedule = replace(state.schedule, rings=state.memory.rings)
 
 

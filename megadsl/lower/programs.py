@@ -10,6 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copies_vectors, copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
@@ -53,8 +54,7 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
         each = max(1, ceil_div(units, threads))
-        most = MAX_DENSE_UNITS if dense else MAX_UNITS
-        at_once = ceil_div(each, ceil_div(each, most))
+        at_once = ceil_div(each, ceil_div(each, MAX_DENSE_UNITS if dense else MAX_UNITS))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)
@@ -62,7 +62,7 @@ class Builder:
             "units": at_once,
             "extras": max(1, ceil_div(extras, threads * rounds)),
             "dense": dense,
-            "even": units % (threads * at_once) == 0,
+            "even": units == rounds * threads * at_once,
             "rounds": rounds,
         }
 
@@ -155,7 +155,7 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
         if builder.schedule.scope == "op":
-            yield _join(op)
+            yield join(op.name, op.span)
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -167,21 +167,9 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
 
-_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
-
-
-def _join(op: Op) -> Instr:
-    """Waits for the launch before to have ended: what it has written may be read, what it has read may be written."""
-    return Instr(Verb.BARRIER, "join_launch", op.name, op.span, reads=(Region("control", "step", Level.GPU),))
-
-
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     for phase in _own_phases(builder, op, role):
-        if builder.schedule.scope == "op":
-            first = next(i for i, instr in enumerate(phase.body) if instr.call not in _BEGINS)
-            yield replace(phase, body=(*phase.body[:first], _join(op), *phase.body[first:]))
-        else:
-            yield phase
+        yield joined(phase) if builder.schedule.scope == "op" else phase
 
 
 def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:

@@ -240,8 +240,7 @@ class Program:
                     policy=self.policy,
                     mutant=self.mutant,
                     record_points=self.record_points,
-                    kernel=kernel,
-                    layer=layer,
+                    part=(kernel, layer),
                 )
             )
             if reports[-1].hung:
