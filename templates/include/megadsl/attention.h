@@ -356,15 +356,16 @@ struct ChunkClass {
 // Takes a warp's chunks: what is held, stages of cached rows, then this step's own chunk, in one loop, so that the arithmetic exists
 // once. Chunks are counted from the unit's first.
 template <class T, bool kHolds, class B, class R, u32 kMasks>
-MK_DEV void take_chunks(const B& block, R& reader, u32 site, const Unit& unit, ChunkClass own, u32 kv_len, u32 tokens,
-                        const u32 (&ancestors)[kMasks], smem_ptr<char> fresh, float scale_log2, HeldChunk<T>& held, Softmax<T>& state) {
+MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShape& s, const Unit& unit, ChunkClass own, u32 kv_len, u32 tokens,
+                        const u32 (&ancestors)[kMasks], HeldChunk<T>& held, Softmax<T>& state) {
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
   const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
 #pragma unroll 1
   for (u32 stage = max_u32(own.held, 1) - 1; stage < stages + (unit.fresh ? 1u : 0u); ++stage) {
     const bool kept = stage < own.held, lies = !kept && stage < stages;
     const u32 first = kept ? 0 : min_u32(stage * kPerStage, cached), end = kept || lies ? min_u32((stage + 1) * kPerStage, cached) : cached + 1;
-    const smem_ptr<char> from = lies ? reader.wait_stage(site, unit.begin + first) : fresh;
+    const smem_ptr<char> from = lies ? reader.wait_stage(site, unit.begin + first) : block.template at<char>(s.fresh);
     if (first == 0 && cached != 0) trace(block.cx, Event::kTile, site, unit.begin);
 #pragma unroll 1
     for (; own.next < end; own.next += own.classes) {
@@ -394,7 +395,6 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   constexpr u32 kTokens = B::kTokens;
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
-  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, kv_len);
@@ -433,7 +433,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const bool active = mine < classes;
       Softmax<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       const ChunkClass own = {first_tile == 0 ? held_stages : 0, active ? mine : ~0u, classes};
-      take_chunks<T, kHolds>(block, reader, ring_site, unit, own, kv_len, step.tokens, ancestors, block.template at<char>(s.fresh), scale_log2, held, state);
+      take_chunks<T, kHolds>(block, reader, ring_site, s, unit, own, kv_len, step.tokens, ancestors, held, state);
       if (active) {
         const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
