@@ -123,7 +123,7 @@ def test_vectors_that_one_expression_holds_need_a_stage_each() -> None:
         s.ring("weights", stages=2)  # ring
 
     found = one(findings(lambda: lowered(kernel, decide, blocks=2)), "MK177")
-    check(found, decide, "# ring", "has 2 stages, but 'w' reads 3 vectors at once", "use at least 3 stages")
+    check(found, decide, "# ring", "has 2 stages, but 'w' holds 3 of them at once", "use at least 3 stages")
     assert lowered(kernel, lambda s: s.ring("weights", stages=3), blocks=2).schedule.ring("loader").stages == 3
     assert (
         lowered(kernel, lambda s: s.ring("weights", stages=2), blocks=2).schedule.op("w").prefetch.registers

@@ -19,6 +19,7 @@ from megadsl.lower.columns import largest_share, parts_of, share_begin, share_ow
 from megadsl.lower.memory import block_parts
 from megadsl.lower.schedule import (
     MEETING_BYTES,
+    SMALL_STAGE,
     WINDOW_BYTES,
     balance,
     best_blocks,
@@ -50,13 +51,23 @@ def largest_bytes(graph: Graph, blocks: int) -> int:
     return sum(largest_share(tiles.shares, blocks, 0) * tiles.share_bytes * times for tiles, times in each)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "smollm2-135m", "llama-tiny"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-tiny"])
 def test_blocks_are_as_few_as_cost_nothing(name: str) -> None:
     """Never busier than one block per SM by more than 1%, and no fewer blocks than HBM needs."""
     graph = model_graph(name)
     blocks = best_blocks(graph, GPU)
     assert 0.89 * GPU.sms <= blocks <= GPU.sms
     assert largest_bytes(graph, blocks) <= 1.01 * largest_bytes(graph, GPU.sms)
+
+
+def test_small_models_get_as_many_blocks_as_have_a_share_of_every_linear() -> None:
+    graph = model_graph("smollm2-135m")
+    blocks = best_blocks(graph, GPU)
+    assert blocks == min(tiling(op).shares for op in linears(graph)) == 72
+    schedule = default(graph)
+    assert schedule.batch == 6  # of gate_up_proj's: all of a block's row groups
+    ring = schedule.ring("loader")
+    assert ring.stage_bytes == SMALL_STAGE and blocks * ring.window <= GPU.sms * WINDOW_BYTES < blocks * (ring.window + KIB)
 
 
 def test_blocks_that_divide_what_the_sms_do_not() -> None:

@@ -1,8 +1,8 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, splits, batch, warps, blocks, sync,
-scale, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op), chunk_OP (tiles of a
-row group between two gathers of its input), and a linear's name (parts of its columns).
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
+scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op),
+chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +35,32 @@ ROUNDS, REPLAYS = 7, 30
 SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 
 
+OF_ONE: dict[str, Callable[[Any, str], Any]] = {
+    "gather": lambda op, value: op.gather(value),
+    "regs": lambda op, value: op.prefetch(registers=int(value)),
+    "chunk": lambda op, value: op.split(chunk=int(value)),
+}
+
+
 def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
     """One override, in the words of mk.schedule."""
     match knob:
-        case "window" | "stages" | "meeting_window":
+        case "window" | "stages" | "meeting_window" | "stage_bytes":
             s.ring("weights", **{knob: int(value)})
         case "warps":
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits" | "sync" | "scale":
+        case "splits" | "sync" | "scale" | "gather":
             apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
         case "regs":
             for name in (op.name for op in graph.ops if isinstance(op, Linear)):
                 s[name].prefetch(registers=int(value))
-        case _ if knob.startswith("regs_"):
-            s[knob.removeprefix("regs_")].prefetch(registers=int(value))
-        case _ if knob.startswith("chunk_"):
-            s[knob.removeprefix("chunk_")].split(chunk=int(value))
+        case _ if "_" in knob and knob.partition("_")[0] in OF_ONE:
+            kind, _, op = knob.partition("_")
+            OF_ONE[kind](s[op], value)
         case _:
             split_columns(s, graph, knob, value)
 
@@ -64,6 +70,8 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
     for op in graph.ops:
         if knob == "splits" and isinstance(op, Attention):
             s[op.name].split(kv=int(value))
+        if knob == "gather" and isinstance(op, Linear | Attention):
+            s[op.name].gather(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
             s[op.name].scale(value)
         if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:

@@ -89,10 +89,10 @@ class Stream:
         """Units, then (with tags) the extra vectors of their last elements."""
         units = groups * self.device.tokens
         extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0
-        for first, count in ((0, units), (e.units, extras)):
-            if count:
+        for first, number in ((0, units), (e.units, extras)):
+            if number:
                 begin = self.words[3] + first * UNIT_BYTES
-                yield Access("staged", begin, count * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
+                yield Access("staged", begin, number * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
 
     def _out(self, step: Step) -> Exchange:
         return self.device.exchanges[str(self.device.op(step.instr.op).out)]
@@ -160,7 +160,8 @@ class Stream:
                 for chunk in range(m.chunks):
                     yield from self._prologue(step, m, part * m.chunks + chunk)
                     yield from self._meet(step.instr, "gathered")
-                    yield from self._lasts(step, m, False)
+                    if not step.instr.args["direct"]:
+                        yield from self._lasts(step, m, False)
                     ends = chunk + 1 == m.chunks
                     for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
                         scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
@@ -176,7 +177,8 @@ class Stream:
         partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.layer, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
-            yield self._activations(step, m, chunk, 0, False)
+            if not step.instr.args["direct"]:
+                yield self._activations(step, m, chunk, 0, False)
             yield partials
         yield from self._meet(step.instr, "partials")
         yield from (self._scalars(step, i, False) for i in scaled)
@@ -225,7 +227,7 @@ class Stream:
         operands = [0]
         for inner in step.instr.body:
             at = Step(inner, step.layer, step.names)
-            if inner.call == "gather":
+            if inner.call == "gather" and inner.args["into"] != "registers":
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
@@ -276,33 +278,36 @@ class Stream:
         for unit in units[:MOST_UNITS]:
             if unit != units[0]:
                 yield from self._meet(instr, "again")
-            queries, fresh, scratch = self._unit(step, unit)
-            yield from (queries, *fresh)
+            inputs, fresh, scratch = self._unit(step, unit)
+            yield from inputs
             yield from self._meet(instr, "gathered")
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
                 if turn:
                     yield from self._meet(instr, "next")
-                yield from (_reading(a) for a in (queries, *fresh))
+                yield from (_reading(a) for a in inputs)
                 left = replace(scratch, holds=(*scratch.holds, turn))
                 yield left
                 yield from self._meet(instr, "parts")
                 yield _reading(left)
             yield from self._meet(instr, "published")
-            yield from (_reading(a) for a in fresh)
+            yield from (replace(_reading(a), solo=False) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
 
-    def _unit(self, step: Step, unit: int) -> tuple[Access, list[Access], Access]:
-        """A unit's queries, this step's rows where it takes them, and its warps' parts, as they are written."""
+    def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
+        """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
         dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
         parts = self.device.warps // tiles * tiles * min(16, heads.rows)
         holds = (name, step.layer, unit)
-        fresh = Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds)
+        direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
+        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
+        # Where queries arrive in registers, one warp stages this step's row and multiplies it.
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo=direct)] if takes else []
         return (
-            Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds),
-            [fresh] if unit % heads.splits + 1 == heads.splits else [],
+            [*queries, *fresh],
+            fresh,
             Access(f"{name}.scratch", heads.scratch, parts * (dim + 4) * 4, True, step, holds),
         )
 

@@ -38,6 +38,7 @@ class Matrix:
     pieces: int
     ways: int
     chunk_pieces: int
+    together: int
     pass_groups: int
 
     @property
@@ -102,12 +103,20 @@ class Device:
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[13])
+        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12], w[14])
+
+    def _product(self, op: str) -> Instr | None:
+        return next((s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op), None)
 
     def held(self, op: str) -> int:
         """Tiles that the products of a linear take from registers, at most."""
-        found = (s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op)
-        return next((int(str(i.args["held"])) for i in found), 0)
+        found = self._product(op)
+        return 0 if found is None else int(str(found.args["held"]))
+
+    def direct(self, op: str) -> bool:
+        """Whether a linear's input arrives in registers."""
+        found = self._product(op)
+        return found is not None and bool(found.args["direct"])
 
     def heads(self, op: str) -> Heads:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]

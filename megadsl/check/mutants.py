@@ -24,7 +24,7 @@ from megadsl.types import Level
 
 # Instructions that order something. Arithmetic is not the checker's subject.
 _SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector")
-_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_tiles", "sync")
+_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync")
 _ROUNDS = ("round", "qkv_round", "parts_round")
 _WIRES = ("wire", "qkv_wire", "parts_wire")
 _OTHER_WIRE = {"Tagged": "Flag", "Sentinel": "Tagged", "Flag": "Sentinel"}
@@ -284,7 +284,14 @@ def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
 def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
     """Words that loaders and consumers compute their shares from."""
     words = {
-        "mk::LinearShape": {"row groups": 2, "fold": 3, "columns of a tile": 8, "tiles of a group": 9, "parts of the columns": 10},
+        "mk::LinearShape": {
+            "row groups": 2,
+            "fold": 3,
+            "columns of a tile": 8,
+            "tiles of a group": 9,
+            "parts of the columns": 10,
+            "tiles of a stage": 12,
+        },
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
     }

@@ -21,7 +21,9 @@ from megadsl.check.model import Device, Step, attention_unit
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces, pass_groups
+from megadsl.lower.operands import vectors
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
@@ -114,6 +116,18 @@ class Block:
                     runs.extend((group * pieces + at, chunk) for group in range(first, min(first + step, end)))
         return _cut(_joined(runs), self.device.held(op))
 
+    def stages(self, op: str, tiles: int, *, loader: bool) -> int:
+        """Stages that a run of tiles fills (or takes up)."""
+        together = self.device.matrix(op).together if loader else tiles_together(self.device.op(op), self.device.plan.schedule)
+        return ceil_div(tiles, together)
+
+    def kept(self, op: str) -> int:
+        """Stages that a linear lets go of behind its products: those of its vectors and of the tiles that it holds."""
+        if not self.device.direct(op):
+            return 0
+        held = sum(min(count, self.device.held(op)) for _, count in self.tiles(op, loader=False)[: self.held_runs(op)])
+        return len(vectors(self.device.op(op))) + self.stages(op, held, loader=False)
+
     def held_runs(self, op: str) -> int:
         """How many of these runs are held: one, or none where the block has no tiles."""
         return min(1, len(self.tiles(op, loader=False))) if self.device.held(op) else 0
@@ -139,7 +153,8 @@ class Block:
                 case "load_vector":
                     yield Fill((str(step.instr.args["record"]), layer), 1, step)
                 case "load_matrix":
-                    yield from (Fill((op, layer, run), run[1], step) for run in self.tiles(op, loader=True))
+                    runs = self.tiles(op, loader=True)
+                    yield from (Fill((op, layer, run), self.stages(op, run[1], loader=True), step) for run in runs)
                 case "load_cache":
                     yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role))
 
@@ -152,14 +167,18 @@ class Block:
                 case "matrix":
                     ring = str(step.instr.args["ring"])
                     yield from self._vectors(step)
+                    yield from (Release(ring, step) for _ in range(self.kept(op)))
+                    at_once = 1 if self.device.direct(op) else TILES_AT_ONCE
                     for run in self.tiles(op, loader=False)[self.held_runs(op) :]:
-                        yield Take(ring, Fill((op, layer, run), run[1], step), TILES_AT_ONCE)
-                case "copy_vector":
-                    yield Take(str(step.instr.args["ring"]), Fill((str(step.instr.args["record"]), layer), 1, step), 1)
+                        yield Take(ring, Fill((op, layer, run), self.stages(op, run[1], loader=False), step), at_once)
+                case "copy_vector" | "hold_vector" as call:
+                    fill = Fill((f"{op}.{step.instr.args['arg']}", layer), 1, step)
+                    yield Take(str(step.instr.args["ring"]), fill, 1, keep=call == "hold_vector")
                 case "hold_tiles":
                     for begin, count in self.tiles(op, loader=False)[:1]:
                         held = min(count, int(str(step.instr.args["tiles"])))
-                        yield Take(str(step.instr.args["ring"]), Fill((op, layer, (begin, held)), held, step), 1)
+                        fill = Fill((op, layer, (begin, held)), self.stages(op, held, loader=False), step)
+                        yield Take(str(step.instr.args["ring"]), fill, 1, keep=self.device.direct(op))
                 case "attention":
                     ring = str(step.instr.args["ring"])
                     yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring))
@@ -392,7 +411,8 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
         case "load_vector":
             return records[str(step.instr.args["record"])]
         case "load_matrix":
-            return device.matrix(step.instr.op).tile_columns * GROUP_ROWS * 2
+            m = device.matrix(step.instr.op)
+            return m.tile_columns * GROUP_ROWS * 2 * m.together
         case "load_cache":
             return CHUNK_ROWS * int(device.op(step.instr.op).head_dim) * 4
     return 0

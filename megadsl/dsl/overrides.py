@@ -67,7 +67,7 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather."""
 
     op: str
     changes: Changes

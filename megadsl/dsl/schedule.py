@@ -36,6 +36,7 @@ BAD_CHOICE = declare("MK151", "{what} = {value!r} is not known", "choose one of:
 HINTS = ("evict_first", "evict_normal", "evict_last")
 KINDS = ("loader", "consumer")
 SCALES = ("before", "after")
+GATHERS = ("shared", "registers")
 SCOPES = ("step", "op")
 
 
@@ -229,6 +230,18 @@ class OpHandle:
         span = caller_span()
         self._block.choice("scale", when, SCALES, span)
         self._block.record(SetScale(self._op, when, span))
+        return self
+
+    def gather(self, into: str) -> OpHandle:
+        """Where a linear's input arrives. Changes rounding: sums are added in another order.
+
+        "shared": in shared memory, where all warps meet and load it from. "registers": each lane polls the elements that it
+        multiplies itself, so that the block need not meet first; for up to 4 tokens, a few thousand columns, mk.Sentinel
+        and no more blocks than the input has groups of 8 features.
+        """
+        span = caller_span()
+        self._block.choice("gather", into, GATHERS, span)
+        self._block.record(SetSplit(self._op, (("gather", into),), span))
         return self
 
     def sync(self, sync: Sync) -> OpHandle:

@@ -12,6 +12,7 @@ from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Linear, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
@@ -53,6 +54,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
         "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
+        "together": lambda op: tiles_together(op, plan.schedule),
+        "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,

@@ -136,6 +136,11 @@ class Exchange:
     span: Span
 
     @property
+    def dense(self) -> bool:
+        """Whether a unit's number is its address: units of all blocks follow each other without room between them."""
+        return self.wire == "Sentinel" and self.dtype == "bf16" and self.groups >= self.owners
+
+    @property
     def slot_bytes(self) -> int:
         return self.owners * self.vectors * 16
 

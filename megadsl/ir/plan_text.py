@@ -55,6 +55,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
+        scale += ", gathered into registers" if op.gather == "registers" else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 
@@ -62,7 +63,7 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     for e in plan.exchanges:
         yield (
             f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
-            f" {e.groups} groups, {e.uses} rounds per launch"
+            f" {e.groups} groups{', dense' if e.dense else ''}, {e.uses} rounds per launch"
         )
 
 

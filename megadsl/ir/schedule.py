@@ -85,7 +85,8 @@ class OpSchedule:
     ``ways``: linears only, parts of the input columns that different blocks multiply (rounding-changing); then ``part_offset``
     rotates the shares of the parts' row groups, ``share_offset`` those of the features that the parts are added to.
     ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
-    rounding-changing)."""
+    rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
+    (rounding-changing); None: the compiler chooses."""
 
     op: str
     loader: str
@@ -96,6 +97,7 @@ class OpSchedule:
     ways: int = 1
     part_offset: int = 0
     scale: str = "before"
+    gather: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megadsl.source import Span
 from megadsl.types import Level
 
 ENTRY = "megakernel"
-_BEGINS = ("open_gate", "copy_vector", "sync", "hold_tiles")  # what touches nothing that another launch writes
+_BEGINS = ("open_gate", "copy_vector", "sync", "hold_vector", "hold_tiles")  # what touches nothing that another launch writes
 
 
 def join(op: str, span: Span) -> Instr:

@@ -14,6 +14,7 @@ from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.gathers import is_direct, tiles_together
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -29,8 +30,8 @@ DOES_NOT_FIT = declare(
 )
 HELD = declare(
     "MK177",
-    "ring {ring!r} has {stages} stages, but {op!r} reads {need} vectors at once",
-    "use at least {need} stages, or fewer vectors in one expression",
+    "ring {ring!r} has {stages} stages, but {op!r} holds {need} of them at once",
+    "use at least {need} stages, fewer vectors in one expression, or fewer tiles in registers",
 )
 
 WARP_THREADS = 32
@@ -145,7 +146,8 @@ def pass_groups(op: Linear, graph: Graph, schedule: Schedule) -> int:
 
 def copies_vectors(op: Linear, graph: Graph, schedule: Schedule) -> bool:
     """Whether an op's vectors leave the ring before its input comes: for the tiles behind them to be held, or for all chunks to read."""
-    return bool(vectors(op)) and (bool(schedule.op(op.name).prefetch.registers) or column_chunks(op, graph, schedule) > 1)
+    early = bool(schedule.op(op.name).prefetch.registers) or column_chunks(op, graph, schedule) > 1
+    return bool(vectors(op)) and early and not is_direct(op, schedule)
 
 
 def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], chunks: dict[str, int]) -> Iterator[tuple[str, int]]:
@@ -285,13 +287,21 @@ def _rings(
     return tuple(rings), placed, at
 
 
+def _held_stages(op: Linear, schedule: Schedule) -> int:
+    """Stages that an op lets go of only when it has read them all: those of its vectors, unless they are copied one by one; where the
+    input arrives in registers, those of its held tiles as well."""
+    held = schedule.op(op.name).prefetch.registers or 0
+    if is_direct(op, schedule):
+        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule))
+    return 0 if held else len(vectors(op))
+
+
 def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring], ...], asked: Overrides) -> None:
-    """A prologue lets go of its vectors only when it has read them all: a shorter ring would wait for itself. Those of an op that
-    holds tiles are copied one by one."""
+    """What an op lets go of only when it has read all of it: a shorter ring would wait for itself."""
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = len(vectors(op)) if isinstance(op, Linear) and not schedule.op(op.name).prefetch.registers else 0
+            need = _held_stages(op, schedule) if isinstance(op, Linear) else 0
             role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:

@@ -13,6 +13,8 @@ from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunabl
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.ir.verify_graph import verify_graph
+from megadsl.lower.builder import Builder
+from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
 from megadsl.lower.fuse import fuse
@@ -22,7 +24,7 @@ from megadsl.lower.limits import check_graph
 from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import Packed, plan_packing
-from megadsl.lower.programs import Builder, build_programs
+from megadsl.lower.programs import build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -71,6 +73,7 @@ def _schedule(state: Lowering) -> None:
     verify_schedule(state.graph, schedule, state.machine, state.overrides)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
+    state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)
 

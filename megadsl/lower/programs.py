@@ -3,106 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Rope, ValueRef
-from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Site, Verb
-from megadsl.ir.schedule import Schedule
+from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
+from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
+from megadsl.lower.builder import WARP_THREADS, Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.gathers import is_direct
 from megadsl.lower.launches import join, joined
-from megadsl.lower.memory import copies_vectors, copy_name, least_groups, own_groups
+from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import vector_name
-from megadsl.lower.tiling import GROUP_ROWS, tiling
-from megadsl.source import Span
+from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
-
-WARP_THREADS = 32
-MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
-MAX_DENSE_UNITS = 8  # where their addresses are constant steps
-
-
-@dataclass
-class Builder:
-    """Numbers sites while the programs are built, in program order: ids are stable for a given plan."""
-
-    graph: Graph
-    schedule: Schedule
-    exchanges: tuple[Exchange, ...]
-    chunks: dict[str, int]  # tiles per row group between two gathers of activations, by linear
-    sites: list[Site] = field(default_factory=list)
-    full: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def site(self, role: str, op: str, kind: str, expects: str, span: Span) -> int:
-        self.sites.append(Site(len(self.sites), role, op, kind, expects, span))
-        return len(self.sites) - 1
-
-    def exchange(self, name: str) -> Exchange:
-        return next(e for e in self.exchanges if e.name == name)
-
-    def position(self, op: str) -> int:
-        return next(i for i, o in enumerate(self.graph.ops) if o.name == op)
-
-    def polls(self, ref: ValueRef, whole: bool) -> dict[str, int]:
-        """Units and extra vectors that a thread polls together while it gathers ``ref``: all of them, up to a limit, in equal rounds;
-        whether units lie densely, and whether all threads then have as many (mk::DensePoll)."""
-        exchange = self.exchange(ref.value)
-        threads = self.schedule.consumer.warps * WARP_THREADS
-        units = ceil_div(ref.features, GROUP_ROWS) * self.graph.tokens
-        if whole and exchange.groups < exchange.owners and exchange.wire != "Tagged":
-            units += exchange.owners  # blocks that own nothing are asked for their presence
-        dense = exchange.wire == "Sentinel" and exchange.groups % exchange.owners == 0
-        each = max(1, ceil_div(units, threads))
-        at_once = ceil_div(each, ceil_div(each, MAX_DENSE_UNITS if dense else MAX_UNITS))
-        share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
-        extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
-        rounds = ceil_div(units, threads * at_once)
-        return {
-            "units": at_once,
-            "extras": max(1, ceil_div(extras, threads * rounds)),
-            "dense": dense,
-            "even": units == rounds * threads * at_once,
-            "rounds": rounds,
-        }
-
-    def site_of(self, role: str, op: Op, arg: str = "") -> int:
-        """Where the consumers wait for the stages of a linear's tiles, or of one of its vectors: numbered at the first call."""
-        key = (op.name, arg)
-        if key not in self.full:
-            self.full[key] = self.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
-        return self.full[key]
-
-    def held(self, op: Op) -> int:
-        """Tiles (of an attention: chunks of each warp) that the consumers take before the op's input is there."""
-        return self.schedule.op(op.name).prefetch.registers or 0
-
-    def copies(self, op: Linear) -> bool:
-        """Whether the op's vectors leave the ring before its input comes."""
-        return copies_vectors(op, self.graph, self.schedule)
-
-    def gated(self, op: Op) -> bool:
-        return not isinstance(op, Embed) and not self.schedule.op(op.name).prefetch.smem
-
-
-def sequence(builder: Builder, value: str, reader: str, *, publishing: bool = False) -> str:
-    """The value's round, as an expression over ``epoch``, ``layers`` and ``layer``, where ``reader`` reads or writes it.
-
-    Rounds of one value are consecutive from launch to launch, so slots alternate without gaps.
-    """
-    graph = builder.graph
-    found = next((v for v in graph.values if v.name == value), None)
-    producer = graph.op(found.producer if found else value.rsplit(".", 1)[0])
-    if producer.loop is None:
-        return "epoch"
-    inside = graph.op(reader).loop is not None
-    if found is None or found.initial is None:
-        return "epoch * layers + layer" if inside else "epoch * layers + layers - 1"
-    base = "epoch * (layers + 1)"
-    if not inside:
-        return base if builder.position(reader) < builder.position(producer.name) else f"{base} + layers"
-    after = publishing or builder.position(reader) > builder.position(producer.name)
-    return f"{base} + layer + 1" if after else f"{base} + layer"
 
 
 def build_programs(builder: Builder) -> tuple[Program, ...]:
@@ -249,7 +163,8 @@ def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into:
     site = builder.site(role, op.name, "exchange", f"tag of {ref.value} in round {round_}", op.span)
     region = Region("exchange", ref.value, exchange.level, round_)
     found = {"value": ref.value, "wire": exchange.wire, "round": round_, "begin": ref.begin, "features": ref.features, "into": into, **args}
-    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (Region("smem", into, Level.BLOCK),), args=found)
+    to = Region("registers", f"{op.name}.input", Level.WARP) if into == "registers" else Region("smem", into, Level.BLOCK)
+    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (to,), args=found)
 
 
 def _follower(builder: Builder, op: Attention) -> Linear | None:
@@ -283,12 +198,13 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     sites = {arg: builder.site_of(role, op, arg) for arg in (*(arg for arg, _ in vectors(op)), "")}
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
-    for arg, _ in vectors(op) if builder.copies(op) else ():
-        copy = Region("smem", copy_name(op, arg), Level.BLOCK)
-        args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
-        yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (ring,), (copy,), args=args)
+    if is_direct(op, builder.schedule):
+        for index, (arg, _) in enumerate(vectors(op)):
+            lanes = Region("registers", copy_name(op, arg), Level.WARP)
+            args = {"linear": op, "arg": arg, "ahead": index, "ring": ring_role}
+            yield Instr(Verb.WAIT, "hold_vector", op.name, op.span, sites[arg], (ring,), (lanes,), args=args)
     if builder.copies(op):
-        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
+        yield from _copies(op, ring_role, sites)
     if not tiles:
         return
     held = Region("registers", op.name, Level.WARP)
@@ -296,16 +212,27 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
     beside = not _begins_early(builder, op) and _takes_beside(builder, op)
     args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside}
+    args |= {"direct": is_direct(op, schedule), "ahead": len(vectors(op))}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
 
 
 def _takes_beside(builder: Builder, op: Linear) -> bool:
     """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
     values = prologue_values(op)
-    if not builder.held(op) or len(values) != 1:
+    if not builder.held(op) or len(values) != 1 or is_direct(op, builder.schedule):
         return False
     polls = _polls(builder, op, values[0][1])
     return bool(polls["dense"]) and polls["rounds"] == 1
+
+
+def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr]:
+    """Vectors that move from the ring to a place of their own, and the barrier before they are read."""
+    for arg, _ in vectors(op):
+        reads, copy = Region("ring", ring_role, Level.BLOCK), Region("smem", copy_name(op, arg), Level.BLOCK)
+        args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
+        yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (reads,), (copy,), args=args)
+    if vectors(op):
+        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -318,14 +245,16 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
     prologue, site, held = tuple(_prologue(builder, op, role, ring_role)), builder.site_of(role, op), builder.held(op)
-    reads = (ring, Region("smem", "activations", Level.BLOCK), *((Region("registers", op.name, Level.WARP),) if held else ()))
+    direct = is_direct(op, builder.schedule)
+    input_ = () if direct else (Region("smem", "activations", Level.BLOCK),)
+    reads = (ring, *input_, *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "parts": "", **parts},
+        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "parts": "", **parts},
     )  # fmt: skip
     if not split:
         yield from _results(builder, op, role)
@@ -366,12 +295,14 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
         ends = _end(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
-    return ("gathered", "partials", *ends)
+    gathered = () if is_direct(op, builder.schedule) else ("gathered",)
+    return (*gathered, "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    waits = [] if builder.copies(op) else list(_wait_vectors(builder, op, role, ring_role))
+    taken = builder.copies(op) or is_direct(op, builder.schedule)
+    waits = [] if taken else list(_wait_vectors(builder, op, role, ring_role))
     gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
         yield from (*waits, *gathers)
@@ -387,8 +318,8 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     beside = not _begins_early(builder, op) and _takes_beside(builder, op)
     hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        polls = _polls(builder, op, ref)
-        yield _gather(builder, op, role, "gather", ref, buffers[index], arg=name, whole=_whole(builder, op, ref), **polls, **hold)
+        polls, into = _polls(builder, op, ref), "registers" if is_direct(op, builder.schedule) else buffers[index]
+        yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
 
 
 def _whole(builder: Builder, op: Linear, ref: ValueRef) -> bool:
@@ -457,7 +388,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
-        "holds": builder.held(op) > 0,
+        "holds": builder.held(op) > 0, "direct": is_direct(op, builder.schedule),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
@@ -467,7 +398,8 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
     units, blocks, tiles = op.kv_heads * builder.schedule.op(op.name).splits, builder.schedule.blocks, query_tiles(op, builder.graph.tokens)
     if units > blocks:
         yield "again"
-    yield "gathered"
+    if not is_direct(op, builder.schedule):
+        yield "gathered"
     if tiles > builder.schedule.consumer.warps:
         yield "next"
     yield "parts"

@@ -13,18 +13,22 @@ from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, takes_chunks
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
-from megadsl.types import KIB, ceil_div, round_up
+from megadsl.types import KIB, MIB, ceil_div, round_up
 
 LOADER = "loader"
 CONSUMER = "consumer"
 WARP_THREADS = 32
 CONSUMER_WARPS = 8
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
+SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
 BATCH = 3  # more would cost a ring stage where shared memory is short
+MOST_BATCH = 8  # row groups of one token that the block's first warp finishes alone
 FEWEST_BLOCKS = 0.9  # of the SMs: fewer could not keep HBM busy
+SMALL_LAYER = 16 * MIB  # of weights: they stream in less time than its hand-offs take
+FEWEST_OF_SMALL = 0.5  # of the SMs: they read 4.2 TB/s of 4.5
 BLOCKS_SLACK = 1.01
 
 TOO_MANY_WARPS = declare(
@@ -90,12 +94,16 @@ MAX_STAGES = 64
 MAX_BATCH = 32
 MAX_KV = 1 << 24  # rows
 STAGE_UNIT = 128  # bytes
+KV_CHUNK = 64  # bytes of a chunk per dimension of a head: 16 rows of K and V
 L2_BYTES = 16  # the bulk prefetch's granule
 
 
 def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
     """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
     count = blocks if blocks is not None else best_blocks(graph, machine)
+    few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
+    window = WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES
+    meeting = window if few else MEETING_BYTES
     ops = tuple(_default_op(op, count, graph.tokens) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
     split = [op for op, how in zip(graph.ops, ops, strict=True) if isinstance(op, Attention) or how.ways > 1]
@@ -104,10 +112,10 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
         arch=machine.arch,
         blocks=count,
         roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", CONSUMER_WARPS)),
-        rings=((LOADER, Ring("weights", 0, STAGE_BYTES, WINDOW_BYTES, MEETING_BYTES)),),
+        rings=((LOADER, Ring("weights", 0, SMALL_STAGE if few else STAGE_BYTES, window, meeting)),),
         ops=ops,
         edges=edges + parts,
-        batch=BATCH,
+        batch=_batch(graph, count),
         max_kv=max_kv,
     )
 
@@ -116,11 +124,25 @@ def best_blocks(graph: Graph, machine: Machine) -> int:
     """Fewest blocks whose largest shares cost at most BLOCKS_SLACK more than the best count's, down to FEWEST_BLOCKS of the SMs.
 
     A step takes as long as its largest shares. Where 132 blocks leave some a row group more than others, 128 may do with the
-    same largest share; fewer blocks then mean fewer vectors to poll at every exchange.
+    same largest share; fewer blocks then mean fewer vectors to poll at every exchange. A small model's layers take as long as their
+    hand-offs: as many blocks as have a share of every linear then, if those still keep HBM busy.
     """
+    linears = [op for op in graph.ops if isinstance(op, Linear)]
+    looped = [op for op in linears if op.loop]
+    if looped and sum(tiling(op).bytes for op in looped) <= SMALL_LAYER:
+        shared = min(tiling(op).shares for op in looped)
+        if FEWEST_OF_SMALL * machine.sms <= shared <= machine.sms:
+            return shared
     counts = range(max(1, round(FEWEST_BLOCKS * machine.sms)), machine.sms + 1)
     cost = {b: sum(_largest_bytes(op, b) * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Linear)) for b in counts}
     return min(b for b in counts if cost[b] <= BLOCKS_SLACK * min(cost.values()))
+
+
+def _batch(graph: Graph, blocks: int) -> int:
+    """All row groups that a block has of any linear in the loop, where one warp can finish them, so that the block meets once."""
+    looped = [tiling(op) for op in graph.ops if isinstance(op, Linear) and op.loop]
+    most = max((ceil_div(t.shares, blocks) * t.fold for t in looped), default=BATCH)
+    return most if BATCH < most <= MOST_BATCH // graph.tokens else BATCH
 
 
 def _largest_bytes(op: Linear, blocks: int) -> int:
@@ -321,7 +343,7 @@ def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str,
             needs.append((f"a weight tile of {op.name}", tile_bytes(op)))
             needs.extend((f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value"))
         elif isinstance(op, Attention):
-            needs.append((f"a KV chunk of {op.name}", 64 * op.head_dim))
+            needs.append((f"a KV chunk of {op.name}", KV_CHUNK * op.head_dim))
     return needs
 
 

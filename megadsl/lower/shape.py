@@ -10,6 +10,7 @@ from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
+from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
@@ -109,8 +110,8 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
         record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
-        op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name), how.prefetch.l2_bytes,
-        pass_groups(op, graph, schedule),
+        op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name),
+        tiles_together(op, schedule), how.prefetch.l2_bytes, pass_groups(op, graph, schedule),
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]

@@ -31,7 +31,8 @@ def _sites(plan: Plan) -> None:
 def _loads_match(plan: Plan) -> None:
     """Per ring, the consumers take stages in the order in which the loader fills them, loop by loop."""
     fills = {"load_matrix", "load_vector", "load_cache"}
-    takes = {"matrix": "load_matrix", "wait_vector": "load_vector", "copy_vector": "load_vector", "attention": "load_cache"}
+    vector = dict.fromkeys(("wait_vector", "copy_vector", "hold_vector"), "load_vector")
+    takes = {"matrix": "load_matrix", "attention": "load_cache", **vector}
     consumer = next(p for p in plan.programs if p.kind == "consumer")
     for program in plan.programs:
         if program.kind != "loader":

@@ -10,6 +10,8 @@
 //             seven units follow in an extra vector. A vector is its own flag, nothing is ever reset.
 //   Sentinel  whole units; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
 //   Flag      whole units, plain; one release store per block, acquired by each reader before it loads.
+//   Dense     units in the order of their features, without room between blocks: a unit's number is its address. For Sentinel,
+//             where every block owns something.
 // The first two need no fence: a fence waits for every bulk load the SM has in flight.
 #pragma once
 #include "megadsl/layout.h"
@@ -55,6 +57,7 @@ MK_DEV bool flag_covers(const ExchangeShape& e, u32 flag, u32 sequence) { return
 constexpr u32 kLastsPerVector = 7;  // last elements of units in one extra vector
 
 struct Tagged {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = false;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = false;
@@ -75,6 +78,7 @@ struct Tagged {
 };
 
 struct Sentinel {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
   static constexpr bool kFlagged = false;
@@ -97,6 +101,7 @@ struct Sentinel {
 };
 
 struct Flag {
+  static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = false;
   static constexpr bool kFlagged = true;
@@ -109,6 +114,11 @@ struct Flag {
   MK_DEV static bool ready_f32(u32x4, u32) { return true; }
   MK_DEV static u32 tag_f32(u32x4) { return 0; }
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
+};
+
+template <class Wire>
+struct Dense : Wire {
+  static constexpr bool kDense = true;
 };
 
 // Feature groups [first, first + count) of a value.
@@ -208,7 +218,9 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(P::kWhole && Wire::kWholeUnits && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value ? context.blocks.value : 0),
+        silent(P::kWhole && Wire::kWholeUnits && !Wire::kDense && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value
+                   ? context.blocks.value
+                   : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
 
   MK_DEV u32 share_of(u32 block) const { return share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), block); }
@@ -218,7 +230,7 @@ struct GatherItems {
     if (d.item >= units) return (d.item - units) * u32(e.vectors);
     u32 group = d.group;
     group += W::pick(wanted.ranges, W::find(wanted.ranges, group)).first;
-    if (P::kDense) return group * kTokens + d.token;
+    if (Wire::kDense || P::kDense) return group * kTokens + d.token;
     const u32 block = owner_of(cx, e, group);
     return block * u32(e.vectors) + (group - share_of(block)) * kTokens + d.token;
   }
@@ -414,6 +426,7 @@ struct Outgoing {
   smem_ptr<char> staged;
   u32 sequence;
   u32 thread, threads;  // those that publish
+  u32 begin, count;     // this block's vectors in a slot
   u32 owned;            // units
   u32 at;               // the thread's first vector, in the arena
   bool first;           // whether something is staged for it
@@ -422,13 +435,14 @@ struct Outgoing {
       : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all) {
     const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
     owned = (own.end - own.begin) * kTokens;
+    begin = Wire::kDense ? own.begin * kTokens : cx.block * u32(e.vectors), count = Wire::kDense ? owned : u32(e.vectors);
     at = ptx::opaque(slot(sequence) + thread);  // opaque: or the compiler would put it off until it is needed
     first = holds(thread);
   }
 
   // First vector of this block in the slot of a round.
   MK_DEV u32 slot(u32 round) const {
-    return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + cx.block * u32(e.vectors);
+    return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + begin;
   }
   MK_DEV bool holds(u32 vector) const {
     return vector < owned || (!Wire::kWholeUnits && vector >= u32(e.units) && (vector - u32(e.units)) * kLastsPerVector < owned);
@@ -460,7 +474,7 @@ struct Outgoing {
     bool stored = first;
     u32 to = at;
 #pragma unroll 1
-    for (u32 i = thread; i < u32(e.vectors); i += threads, to += threads, stored = holds(i)) {
+    for (u32 i = thread; i < count; i += threads, to += threads, stored = holds(i)) {
       u32x4 x = {0, 0, 0, 0};
       if (stored) x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
       chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
@@ -469,7 +483,7 @@ struct Outgoing {
     if (!Wire::kResets) return;
     const u32 ahead = slot(sequence + u32(e.slots) / 2);
 #pragma unroll 1
-    for (u32 i = thread; i < u32(e.vectors); i += threads)
+    for (u32 i = thread; i < count; i += threads)
       ptx::st_relaxed(arena + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
   }
   // Flag: raises the block's flag, behind a barrier after send().

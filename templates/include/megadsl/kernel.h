@@ -1,6 +1,8 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
+#include "megadsl/direct.h"
 #include "megadsl/embed.h"
+#include "megadsl/heads.h"
 #include "megadsl/merge.h"
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"

@@ -28,6 +28,7 @@ struct LinearShape {
   i32 pieces;        // tiles per row group
   i32 ways;          // parts that the columns are split into, each of whole tiles
   i32 chunk_pieces;  // tiles per row group between two gathers of activations; `pieces / ways` when the input fits
+  i32 together;      // tiles that lie in one stage of the ring
   i32 l2_bytes;      // bytes of the block's share to prefetch into L2
   i32 pass_groups;   // row groups that each chunk of activations serves, where there are several
 };
@@ -192,9 +193,10 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
 }
 
 // The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk, parts
-// of the columns, chunks of a part, and row groups of a pass (all where there is one chunk).
-template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u>
+// of the columns, chunks of a part, row groups of a pass (all where there is one chunk), and tiles in one stage of the ring.
+template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u, u32 kTogether_ = 1>
 struct Tiles {
+  static constexpr u32 kTogether = kTogether_;
   static constexpr u32 kPanels = kPanels_;
   static constexpr u32 kPieces = kPieces_;
   static constexpr u32 kWays = kWays_;

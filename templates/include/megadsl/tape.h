@@ -129,7 +129,7 @@ struct Tape {
     const bool whole = count == pieces;
     const u32 tile = own.begin * pieces + index * count, bytes = min_u32((whole ? groups : 1) * count * tile_bytes, most);
     add({kind, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), bytes,
-         kind == Play::kPrefetch ? R::kStageBytes : tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
+         kind == Play::kPrefetch ? R::kStageBytes : u32(s.together) * tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
          pieces * (tile_bytes / 16), pieces, 0, 0});
   }
   MK_DEV Run weight_run(const TapeEntry& e, u32 pass) const {

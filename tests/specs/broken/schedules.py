@@ -215,7 +215,7 @@ def stage_too_large(s: ScheduleBlock) -> None:
 def ring_too_short(s: ScheduleBlock) -> None:
     s["lm_head"].prefetch(registers=0)
     s.ring("weights", stages=1)
-    # MK177 `s.ring(` | ring 'weights' has 1 stages, but 'lm_head' reads 2 vectors at once | use at least 2 stages
+    # MK177 `s.ring(` | ring 'weights' has 1 stages, but 'lm_head' holds 2 of them at once | use at least 2 stages
     # mend: stages=1 => stages=«2»
 
 

@@ -1,0 +1,212 @@
+// Attention of one new token whose queries arrive in registers: few heads, a dense exchange. See direct.h for why.
+//
+// Units, splits and partial results are those of attention.h. Every warp polls the unit's queries as operands of its products, takes
+// its first cached chunk out of the ring before that, and one warp polls this step's own key and value as a chunk of one row.
+#pragma once
+#include "megadsl/attention.h"
+
+namespace mk {
+
+// A chunk of 16 KV rows as a lane's operands.
+template <class T>
+struct LaneChunk {
+  u32x4 key[2][T::kPanels], value[T::kHeadDim / 16];
+
+  MK_DEV void load(smem_ptr<char> chunk, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < 2 * T::kPanels; ++i)
+      key[i / T::kPanels][i % T::kPanels] = ptx::ld_shared<u32x4>(chunk.template at<u32x4>((i * 8 + lane / 4) * 64 + lane % 4 * 16));
+#pragma unroll
+    for (u32 i = 0; i < T::kHeadDim / 16; ++i) value[i] = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(T::kKeyBytes + (i * 32 + lane) * 16));
+  }
+  // Behind it all of it is there: only then may the stage that it came from be filled anew.
+  MK_DEV void await() const {
+    u32 seen = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2 * T::kPanels; ++i) seen ^= key[i / T::kPanels][i % T::kPanels].w;
+#pragma unroll
+    for (u32 i = 0; i < T::kHeadDim / 16; ++i) seen ^= value[i].w;
+    ptx::await(seen);
+  }
+};
+
+// The unit's queries as operands: lane (g, q) polls unit q of each panel of query row g.
+template <class T>
+struct LaneQueries {
+  u32x4 at[T::kPanels] = {};
+
+  // `fresh`: this warp also polls this step's key (lanes 0 to D / 8) and value (the next), a unit a lane, and stages them in `row` as
+  // the first row of a chunk.
+  template <class Wire>
+  MK_DEV void poll(const Context& cx, u32 site, const AttentionShape& s, const Round& round, u32 head, u32 lane, bool fresh, smem_ptr<char> row) {
+    constexpr u32 kUnits = T::kHeadDim / 8, kPolls = T::kPanels + 1;
+    static_assert(2 * kUnits <= kWarpSize, "a lane has one unit of this step's row");
+    const u32 first = (u32(s.q_begin) + (head * u32(s.rows) + lane / 4) * T::kHeadDim) / kGroupRows + lane % 4;
+    const u32 own = (u32(lane < kUnits ? s.k_begin : s.v_begin) + head * T::kHeadDim) / kGroupRows + lane % kUnits;
+    u32 pending = lane / 4 < u32(s.rows) ? (1u << T::kPanels) - 1 : 0;
+    if (fresh && lane < 2 * kUnits) pending |= 1u << T::kPanels;
+    u32x4 v[kPolls] = {};
+    wait<ptx::kPollsAtOnce>(cx, site, first, round.sequence, [&](u32& observed) {
+#pragma unroll
+      for (u32 i = 0; i < kPolls; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + (i < T::kPanels ? first + i * 4 : own));
+#pragma unroll
+      for (u32 i = 0; i < kPolls; ++i) {
+        if (!(pending >> i & 1)) continue;
+        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
+        else observed = Wire::tag(v[i]);
+      }
+      if (ptx::polls_fewer()) pending &= pending - 1;
+      return pending == 0;
+    });
+#pragma unroll
+    for (u32 i = 0; i < T::kPanels; ++i) at[i] = v[i];
+    if (!fresh) return;
+    const u32x4 x = v[T::kPanels];
+    const u32 words[4] = {x.x, x.y, x.z, x.w}, dim = lane % kUnits * 8;
+    if (lane < kUnits) {
+      ptx::st_shared<u32x4>(row.template at<u32x4>(key_offset<T::kHeadDim>(0, dim)), x);
+    } else if (lane < 2 * kUnits) {
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i)
+        ptx::st_shared<u16>(row.template at<u16>(T::kKeyBytes + value_offset(0, dim + i)), u16(words[i / 2] >> (i % 2 * 16)));
+    }
+    ptx::syncwarp();
+  }
+};
+
+// One warp's running softmax for at most 8 query rows: lane (g, q) holds row g.
+template <class T>
+struct LaneSoftmax {
+  float maximum = kNoMaximum, sum = 0.0f;
+  float out[T::kHeadDim / 8][4] = {};  // of row g + 8, which does not exist, the last two
+
+  // Takes a chunk of which the rows of `seen` exist and are attended to.
+  MK_DEV void take(const LaneChunk<T>& chunk, const LaneQueries<T>& queries, u32 lane, float scale_log2, u32 seen) {
+    const u32 q = lane % 4;
+    float score[2][4] = {};
+#pragma unroll
+    for (u32 p = 0; p < T::kPanels; ++p)
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const u32x4 k = chunk.key[half][p], x = queries.at[p];
+        ptx::mma_m16n8k16(score[half], x.x, 0, x.y, 0, k.x, k.y);
+        ptx::mma_m16n8k16(score[half], x.z, 0, x.w, 0, k.z, k.w);
+      }
+    float top = kNoMaximum;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      float& s = score[i / 2][i % 2];
+      s = (seen >> (i / 2 * 8 + 2 * q + i % 2) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+      top = math::max(top, s);
+    }
+    top = math::max(top, ptx::shfl_xor(top, 1));
+    top = math::max(top, ptx::shfl_xor(top, 2));
+    const float before = maximum;
+    maximum = math::max(before, top);
+    const float fade = ptx::exp2_approx(before - maximum);
+    float w[4], added = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const float s = score[i / 2][i % 2];
+      w[i] = s == kNoMaximum ? 0.0f : ptx::exp2_approx(s - maximum);
+      added += w[i];
+    }
+    sum = sum * fade + added;  // of this lane's rows: all four lanes of a row are added at the end
+#pragma unroll
+    for (u32 n = 0; n < T::kHeadDim / 8; ++n) out[n][0] *= fade, out[n][1] *= fade;
+    const u32 p0 = ptx::pack_bf16(w[0], w[1]), p1 = ptx::pack_bf16(w[2], w[3]);
+    // Rows that do not exist hold anything, NaN included, and 0 * NaN would spoil the sum.
+    const u32 keep0 = row_bits(seen >> (2 * q)), keep1 = row_bits(seen >> (8 + 2 * q));
+#pragma unroll
+    for (u32 i = 0; i < T::kHeadDim / 16; ++i) {
+      const u32x4 v = chunk.value[i];
+      ptx::mma_m16n8k16(out[2 * i], p0, 0, p1, 0, v.x & keep0, v.y & keep1);
+      ptx::mma_m16n8k16(out[2 * i + 1], p0, 0, p1, 0, v.z & keep0, v.w & keep1);
+    }
+  }
+  // The words of a V operand whose rows count.
+  MK_DEV static u32 row_bits(u32 seen) { return ((seen & 1) != 0 ? 0xffffu : 0u) | ((seen & 2) != 0 ? 0xffff0000u : 0u); }
+
+  // Leaves {out, maximum, sum} of the rows that exist in this warp's part of the scratch: [row][D + 4] fp32.
+  MK_DEV void leave(smem_ptr<float> part, u32 lane, u32 rows) const {
+    const u32 g = lane / 4, q = lane % 4;
+    float total = sum;
+    total += ptx::shfl_xor(total, 1);
+    total += ptx::shfl_xor(total, 2);
+    if (g >= rows) return;
+    const smem_ptr<float> row = part + g * T::kPartFloats;
+#pragma unroll
+    for (u32 n = 0; n < T::kHeadDim / 8; ++n)
+      ptx::st_shared<u32x2>((row + (n * 8 + 2 * q)).template at<u32x2>(0), u32x2{ptx::float_bits(out[n][0]), ptx::float_bits(out[n][1])});
+    if (q == 0)
+      ptx::st_shared<u32x2>((row + T::kHeadDim).template at<u32x2>(0), u32x2{ptx::float_bits(maximum), ptx::float_bits(total)});
+  }
+};
+
+// Consumer side of attention for all units of this block; as run_attention.
+template <class QkvWire, class PartWire, class T, class B, class R>
+MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
+                      const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
+  static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
+  constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
+  const u32 rows = u32(s.rows), warp = block.warp(), lane = block.lane();
+  const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+#pragma unroll 1
+  for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
+    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0), stages = ceil_div(cached, kPerStage);
+    const u32 classes = min_u32(B::kWarps, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
+    const bool fresh = unit.fresh && cached % classes == warp;   // this warp takes this step's row
+    const u32 ancestors = fresh ? ptx::ld_global<u32>(block.cx.control->ancestors) : 0;
+    if (u != block.cx.block) block.sync();  // everybody is done with the unit before
+    // A unit of no more chunks than warps is taken out of the ring before its queries are there.
+    const bool early = cached <= classes;
+    const smem_ptr<char> row = block.template at<char>(s.fresh);
+    LaneChunk<T> chunk = {};
+#pragma unroll 1
+    for (u32 stage = 0; early && stage < stages; ++stage) {
+      const smem_ptr<char> from = reader.wait_stage(ring_site, unit.begin + stage * kPerStage);
+      if (warp / kPerStage == stage && warp < cached) chunk.load(from.template at<char>(warp % kPerStage * T::kChunkBytes), lane);
+      chunk.await();
+      reader.release();
+    }
+    LaneQueries<T> queries;
+    LaneSoftmax<T> state;
+    trace(block.cx, Event::kWait, gather_site, unit.split);
+    const Round round = exchange_round(block.buffers, qkv, qkv_sequence);
+    if (warp < classes) queries.template poll<QkvWire>(block.cx, gather_site, s, round, unit.head, lane, fresh, row);
+    trace(block.cx, Event::kReady, ring_site, u);
+    u32 next = warp < classes ? warp : ~0u;  // the warp's next chunk, counted from the unit's first
+    // Stages of cached rows, then what is in registers or this step's own row: one loop, so that the arithmetic exists once.
+#pragma unroll 1
+    for (u32 stage = early ? stages : 0;; ++stage) {
+      const bool lies = stage < stages;
+      const u32 first = stage * kPerStage, end = lies ? min_u32(first + kPerStage, cached) : chunks;
+      const smem_ptr<char> from = lies ? reader.wait_stage(ring_site, unit.begin + first) : row;
+      if (stage == 0) trace(block.cx, Event::kTile, ring_site, unit.begin);
+#pragma unroll 1
+      for (; next < end; next += classes) {
+        const bool old = next < cached;
+        if (lies || !old) chunk.load(from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane);
+        const u32 rows_there = min_u32(kChunkRows, step.kv_len - min_u32((unit.begin + next) * kChunkRows, step.kv_len));
+        state.take(chunk, queries, lane, scale_log2, old ? (1u << rows_there) - 1 : ancestors & ((1u << step.tokens) - 1));
+      }
+      if (!lies) break;
+      chunk.await();
+      reader.release();
+    }
+    if (warp < classes) state.leave(block.template at<float>(s.scratch) + warp * rows * T::kPartFloats, lane, rows);
+    trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
+    block.sync();
+    trace(block.cx, Event::kParts, ring_site, u);
+    publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, 1, classes, rows);
+    if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
+    end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
+    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
+  }
+  // As in run_attention: a block without a unit meets here, for what it staged before is still being published.
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+}
+
+}  // namespace mk
