@@ -204,6 +204,8 @@ def test_one_sync_everywhere(slots: int) -> None:
 def beside_polls(s: ScheduleBlock) -> None:
     for op in VALUES:
         s[op].sync(mk.Sentinel())
+    for op in ("attention", *LINEARS):
+        s[op].gather("shared")
     hold(2, "qkv_proj", "gate_up_proj", "down_proj", "lm_head")(s)
 
 
