@@ -10,6 +10,7 @@ from typing import Any
 from megadsl.build.artifacts import write_artifacts as _write
 from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
+from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.overrides import SetScope
 from megadsl.dsl.registry import load
@@ -57,33 +58,43 @@ def compile_model(
     check: bool = True,
     scope: str | None = None,
 ) -> Compiled:
-    """Compile a registered model, ``file.py[:function]`` or a Kernel object down to CUDA text.
+    """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
+    CUDA text.
 
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op". Raises MegadslError.
     """
-    if isinstance(model, str):
-        kernel, values = load(model, config if isinstance(config, Path) else None)
-    else:
-        require_kernel(model)
-        kernel, values = model, dict(config) if isinstance(config, Mapping) else {}
     require_count("max_kv", max_kv)
     require_count("blocks", blocks)
+    name, kernel, values, rows = _load(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    rows = DEFAULT_MAX_KV if max_kv is None else max_kv
     overrides = kernel.overrides_for(target.arch)
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
-    name = model if isinstance(model, str) else kernel.name
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
     manifest = _manifest(name, state, target, report is not None)
     return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), manifest, report)
+
+
+def _load(model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None) -> tuple[str, Kernel, dict[str, Any], int]:
+    """Name, kernel, configuration and rows of the KV cache."""
+    rows = DEFAULT_MAX_KV if max_kv is None else max_kv
+    if not isinstance(model, str):
+        require_kernel(model)
+        return model.name, model, dict(config) if isinstance(config, Mapping) else {}, rows
+    file = config if isinstance(config, Path) else None
+    if not is_checkpoint(model):
+        return (model, *load(model, file), rows)
+    kernel, values, longest = load_checkpoint(Path(model), max_kv, file)
+    if max_kv is None and longest is not None:
+        rows = min(rows, longest)
+    return Path(model).resolve().name, kernel, values, rows
 
 
 def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megadsl.ir.graph import Rope
 from megadsl.ir.spec import Node, Spec
 from megadsl.reference import meaning
 from megadsl.types import Lifetime
@@ -59,13 +60,15 @@ def _node(spec: Spec, node: Node, inputs: list[Tensor]) -> list[Tensor]:
         case "embed":
             return [meaning.embed(inputs[1], inputs[0])]
         case "linear":
-            return [meaning.linear(inputs[0], w) for w in inputs[1:]]
+            weights, biases = inputs[1 : 1 + len(node.outputs)], inputs[1 + len(node.outputs) :]
+            return [meaning.linear(inputs[0], w) + b for w, b in zip(weights, biases or [0.0] * len(weights), strict=True)]
         case "map":
             args = dict(zip(node.attrs["args"], inputs, strict=True))
             tokens, features = max((tuple(t.shape) for t in inputs if t.dim() == 2), default=(1, 1))
             return [meaning.evaluate(node.attrs["expr"], args, (tokens, features))]
         case "rope":
-            cos, sin = meaning.rope_table(torch.arange(len(inputs[0])), node.attrs["head_dim"], node.attrs["theta"])
+            rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"], node.attrs.get("scaling"))
+            cos, sin = meaning.rope_table(torch.arange(len(inputs[0])), rope.frequencies)
             return [meaning.rope(_heads(t, node.attrs["head_dim"]), cos, sin, node.attrs["style"]).flatten(1) for t in inputs]
         case "kv_append":
             return [torch.stack([inputs[0], inputs[1]])]

@@ -16,12 +16,12 @@ import torch
 
 from megadsl import cli, driver
 from megadsl.build.gpus import gpus
-from megadsl.diagnostics import MegadslError
+from megadsl.diagnostics import MegadslError, error
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import total_cost
 from megadsl.reference.compare import Agreement, Error, Gate, gate
 from megadsl.runtime import bench, bench_baselines
-from megadsl.runtime.bench import BaselineRow, Row, Subject, forced_rows
+from megadsl.runtime.bench import NO_ROOM, BaselineRow, Row, Subject, forced_rows
 from megadsl.runtime.bench_baselines import Prepared, Task, at_most, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import WALL, Clock, Contestant, Spread
@@ -106,6 +106,19 @@ def test_a_planted_error_fails_the_gate(
     assert code == 1 and "gate FAILED" in printed
     (row,) = json.loads(out.read_text())["rows"]
     assert row["gate"] is False and row["baselines"] == [] and row["best_baseline"] is None
+
+
+def test_what_does_not_compile_is_listed(command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = driver.compile_model
+
+    def refuse(model: str, *, scope: str = "step", **options: Any) -> driver.Compiled:
+        if scope == "op":
+            raise error(NO_ROOM, kv=1, forced=2, max_kv=3, most=0)
+        return whole(model, **options)
+
+    monkeypatch.setattr(driver, "compile_model", refuse)
+    code, printed, _ = command("--tokens", "2", "--kv", "17", "--max-kv", "96", "--baseline", "launches")
+    assert code == 0 and "one op a launch: failed: it does not compile: 1 cached rows and the 2 tokens" in printed
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,11 @@ def rotated_shares(s: ScheduleBlock) -> None:
         s[op].split(share_offset=offset % BLOCKS)
 
 
+def exchanged_residuals(s: ScheduleBlock) -> None:
+    for op in ("o_proj", "down_proj"):
+        s[op].residual("exchange")
+
+
 def hold(tiles: int, *ops: str) -> Configure:
     """So many tiles of each op in registers."""
 
@@ -128,7 +133,7 @@ def play(configure: Configure, blocks: int = BLOCKS, seeds: Sequence[int] = (0, 
 
 IDENTICAL = [
     *(ring_of_two, small_stages, wide_window, one_stage_in_flight, kv_loader, gated, prefetched),
-    *(mixed_syncs, more_slots, rotated_shares),
+    *(mixed_syncs, more_slots, rotated_shares, exchanged_residuals),
     *(nothing_held, held_in_a_ring_of_one, whole_shares_held),
 ]
 

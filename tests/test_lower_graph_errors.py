@@ -290,6 +290,13 @@ def part(graph: Graph, **changes: Any) -> Graph:
     return op(graph, "o_proj", parts=(replace(o_proj.parts[0], **changes),))
 
 
+def qkv_bias(graph: Graph) -> Graph:
+    qkv = graph.op("qkv_proj")
+    assert isinstance(qkv, Linear)
+    first, *others = qkv.parts
+    return op(graph, "qkv_proj", parts=(replace(first, bias=WeightRef("b.bias", (first.rows,), True)), *others))
+
+
 def value(graph: Graph, name: str, **changes: Any) -> Graph:
     return replace(graph, values=tuple(replace(v, **changes) if v.name == name else v for v in graph.values))
 
@@ -325,6 +332,8 @@ BREACHES: list[tuple[Callable[[Graph], Graph], str]] = [
     (lambda g: part(g, rows=64), "has weight shape (128, 128), not (64, 128)"),
     (lambda g: part(g, rope=Rope(96, 1.0, "half")), "is rotated but holds no whole heads"),
     (lambda g: part(g, rope=Rope(64, 1.0, "half")), "has an epilogue beside a sink or a rope"),
+    (lambda g: part(g, bias=WeightRef("b.bias", (64,), True)), "has bias shape (64,), not (128,)"),
+    (qkv_bias, "has a bias for some parts only"),
     (lambda g: op(g, "qkv_proj", epilogue=Fused(Arg("q"), (("q", ValueRef("q_proj", 0, 128)),))), "epilogue does not use parts ['k_proj'"),
     (lambda g: epilogue(g, Reduce("sum", Arg("o")), O_PROJ), "reduces in its epilogue"),
     (lambda g: epilogue(g, Arg("o"), O_PROJ, NORM), "epilogue binds ['o', 'w'], its expression reads ['o']"),

@@ -28,7 +28,11 @@ def weight_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
         if isinstance(op, Embed):
             refs = [op.table]
         elif isinstance(op, Linear):
-            refs = [*(p.weight for p in op.parts), *(r for _, r in op.prologue.args if isinstance(r, WeightRef))]
+            refs = [
+                *(p.weight for p in op.parts),
+                *(p.bias for p in op.parts if p.bias),
+                *(r for _, r in op.prologue.args if isinstance(r, WeightRef)),
+            ]
         for ref in refs:
             for layer in range(graph.layers if ref.per_layer else 1):
                 found[ref.name.replace("{layer}", str(layer))] = ref.shape
@@ -37,13 +41,14 @@ def weight_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
 
 def their_model(config: dict[str, Any]) -> Any:
     torch.manual_seed(11)
-    fields = {k: v for k, v in config.items() if k != "rope_style"}
+    fields = {k: v for k, v in config.items() if k not in ("rope_style", "biases")}
+    fields |= {"attention_bias": True, "mlp_bias": True} if "biases" in config else {}
     llama = transformers.LlamaConfig(**fields, max_position_embeddings=4096, initializer_range=0.12)
     model: Any = transformers.LlamaForCausalLM(llama)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones say nothing about whether the weight is used
+            if name.endswith(("norm.weight", ".bias")):  # ones and zeros say nothing about whether the weight is used
                 parameter.uniform_(0.5, 1.5)
             parameter.copy_(parameter.bfloat16().float())
     return model

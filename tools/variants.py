@@ -1,8 +1,8 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
-scale, gather (all ops), gather_OP, l2 (KiB ahead for gate_up), regs (tiles in registers, all linears), regs_OP (of one op),
-chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
+scale, gather, residual, regs (all ops), gather_OP, residual_OP, regs_OP (of one op; regs: tiles in registers), l2 (KiB ahead for
+gate_up), chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of its columns).
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -22,6 +22,7 @@ import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.lower.operands import kept_values
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.generate import Generator
@@ -37,6 +38,7 @@ SYNCS: dict[str, Any] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag
 
 OF_ONE: dict[str, Callable[[Any, str], Any]] = {
     "gather": lambda op, value: op.gather(value),
+    "residual": lambda op, value: op.residual(value),
     "regs": lambda op, value: op.prefetch(registers=int(value)),
     "chunk": lambda op, value: op.split(chunk=int(value)),
 }
@@ -51,7 +53,7 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
             s.role("consumer", warps=int(value))
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits" | "sync" | "scale" | "gather":
+        case "splits" | "sync" | "scale" | "gather" | "residual":
             apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
@@ -72,6 +74,8 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
             s[op.name].split(kv=int(value))
         if knob == "gather" and isinstance(op, Linear | Attention):
             s[op.name].gather(value)
+        if knob == "residual" and isinstance(op, Linear) and kept_values(op):
+            s[op.name].residual(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:
             s[op.name].scale(value)
         if knob == "sync" and op.out is not None and op.name in {v.producer for v in graph.values}:

@@ -12,15 +12,15 @@ namespace {
 using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 1;
-constexpr u32 kBatch = 3;  // row groups whose partial sums meet at once
+constexpr u32 kBatch = 6;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 1>;
-using LoaderRing = mk::Ring<13, 16384>;  // weights
-using QkvProjTiles = mk::Tiles<18, 1, 1>;
-using OProjTiles = mk::Tiles<18, 1, 1>;
-using GateUpProjTiles = mk::Tiles<18, 1, 1>;
-using DownProjTiles = mk::Tiles<24, 2, 1>;
-using LmHeadTiles = mk::Tiles<18, 1, 1>;
+using LoaderRing = mk::Ring<7, 28672>;  // weights
+using QkvProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
+using OProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
+using GateUpProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
+using DownProjTiles = mk::Tiles<24, 2, 1, 1, ~0u, 2>;
+using LmHeadTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
 using AttentionTiling = mk::AttentionTiling<64, Block>;
 
 }  // namespace
@@ -29,11 +29,11 @@ struct Shape {
   mk::StepShape step;
   mk::SmemShape smem;
   mk::RingShape ring_loader;
-  mk::ExchangeShape x_exchange;  // Tagged, bf16
-  mk::ExchangeShape qkv_proj_exchange;  // Tagged, bf16
-  mk::ExchangeShape attention_exchange;  // Tagged, bf16
-  mk::ExchangeShape o_proj_exchange;  // Tagged, bf16
-  mk::ExchangeShape gate_up_proj_exchange;  // Tagged, bf16
+  mk::ExchangeShape x_exchange;  // Sentinel, bf16
+  mk::ExchangeShape qkv_proj_exchange;  // Sentinel, bf16
+  mk::ExchangeShape attention_exchange;  // Sentinel, bf16
+  mk::ExchangeShape o_proj_exchange;  // Sentinel, bf16
+  mk::ExchangeShape gate_up_proj_exchange;  // Sentinel, bf16
   mk::ExchangeShape attention_parts_exchange;  // Tagged, f32
   mk::ExchangeShape lm_head_best_exchange;  // Tagged, u32
   mk::i32 x_kept;
@@ -47,12 +47,10 @@ struct Shape {
   mk::LinearShape o_proj;
   mk::LinearShape gate_up_proj;
   mk::VectorShape gate_up_proj_post_attention_layernorm;
-  mk::i32 gate_up_proj_post_attention_layernorm_copy;
   mk::LinearShape down_proj;
   mk::LinearShape lm_head;
   mk::i32 lm_head_candidates;
   mk::VectorShape lm_head_norm;
-  mk::i32 lm_head_norm_copy;
 };
 
 namespace {
@@ -73,29 +71,29 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
     if (phase == kLayerBegin && layer == 0) layer_begin = built;
     if (layer == 0)
       switch (phase) {
-      // qkv_proj: 960 x 576  [llama.py:20]
+      // qkv_proj: 960 x 576  [llama.py:22]
       case 0:
         tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
         tape.matrix(0, s.qkv_proj, evict_first);
         break;
-      // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
       case 1:
         tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
         break;
-      // o_proj: 576 x 576  [llama.py:29]
+      // o_proj: 576 x 576  [llama.py:34]
       case 2:
         tape.matrix(2, s.o_proj, evict_first);
         break;
-      // gate_up_proj: 3072 x 576  [llama.py:31]
+      // gate_up_proj: 3072 x 576  [llama.py:36]
       case 3:
         tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
         tape.matrix(3, s.gate_up_proj, evict_first);
         break;
-      // down_proj: 576 x 1536  [llama.py:32]
+      // down_proj: 576 x 1536  [llama.py:44]
       case 4:
         tape.matrix(4, s.down_proj, evict_first);
         break;
-      // lm_head: 49152 x 576  [llama.py:36]
+      // lm_head: 49152 x 576  [llama.py:48]
       case 5:
         tape.vector(5, s.lm_head_norm, evict_first);
         tape.matrix(5, s.lm_head, evict_first);
@@ -129,10 +127,10 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   mk::load_angles<64>(block, step, angles, u32(s.step.angle_rows));
 
 
-  // embed_tokens: rows of the table  [llama.py:17]
+  // embed_tokens: rows of the table  [llama.py:19]
   {
     mk::begin_op(cx, block);
-    const mk::Publication<mk::Tagged, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
+    const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
     mk::run_embed(block, s.embed_tokens, step, out);
     out.publish(block, 6);
     mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
@@ -141,27 +139,26 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
     cx.layer = layer;
 
-    // qkv_proj: 960 x 576  [llama.py:20]
+    // qkv_proj: 960 x 576  [llama.py:22]
+    mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Tagged, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+      mk::LaneParts<QkvProjTiles, Block> vector_input_layernorm;  // input_layernorm
+      mk::hold_vector(block, read_loader, 7, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
+      mk::hold_stages(block, read_loader, 8, 1, s.qkv_proj, qkv_proj_held);
       const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
       const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
-      const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
-      mk::RowParts<Block, mk::RowOp::kSum> rows;
       const auto terms = [](float x_, auto& of) {
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
-      mk::run_matrix<kBatch, QkvProjTiles, false>(
+      mk::LaneRows<Block, mk::RowOp::kSum> rows;
+      mk::run_direct<kBatch, QkvProjTiles, false, 1>(
           block, read_loader, 8, s.qkv_proj, s.smem,
-          [&](u32 begin, u32 columns) {
-            const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(7, 0, 0);  // input_layernorm
+          [&](auto& x) {
             // x * input_layernorm
-            const smem_ptr<char> places[] = {activations, vector_input_layernorm};
-            mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-                block, 9, s.x_exchange, epoch * (layers + 1) + layer, begin,
-                u32(s.qkv_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
-            read_loader.release();
+            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 9, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
+                             [](const auto& a) { return a[0] * a[1]; }, vector_input_layernorm);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             const u32 row = group * mk::kGroupRows + 2 * pair;
@@ -169,44 +166,44 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
           },
           mk::RowScale{[&] {
-                         mk::add_lasts<mk::Tagged, false>(block, u32(s.qkv_proj.columns), lasts, rows, terms);
                          rows.leave(block, block.at<float>(s.smem.scalars));
                        },
                        [&](u32 token) {
                          // rsqrt(mean(x * x) + 1e-05)
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
-                       }});
+                       }}, qkv_proj_held);
       out.publish(block, 10);
     }
 
-    // attention: 9 heads of 64 over 3 KV heads  [llama.py:28]
+    // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
     {
       mk::begin_op(cx, block);
-      mk::run_attention<mk::Tagged, mk::Tagged, AttentionTiling, mk::Poll<1, 1, false>, true>(
+      mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
     }
 
-    // attention: add the splits  [llama.py:28]
+    // attention: add the splits  [llama.py:32]
+    mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Tagged, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
+      mk::hold_stages(block, read_loader, 13, 0, s.o_proj, o_proj_held);
       mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
       out.publish(block, 15);
     }
 
-    // o_proj: 576 x 576  [llama.py:29]
+    // o_proj: 576 x 576  [llama.py:34]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Tagged, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-      mk::run_matrix<kBatch, OProjTiles, false>(
+      mk::run_direct<kBatch, OProjTiles, false, 0>(
           block, read_loader, 13, s.o_proj, s.smem,
-          [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 16, s.attention_exchange, epoch * layers + layer, begin,
-                             mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
+          [&](auto& x) {
+            mk::poll_value<mk::Dense<mk::Sentinel>>(block, 16, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // x + o_proj
@@ -214,35 +211,32 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
             const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
             out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-          });
+          },
+          mk::Unscaled{}, o_proj_held);
       out.publish(block, 17);
       mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
     }
 
-    // gate_up_proj: 3072 x 576  [llama.py:31]
-    mk::Held<GateUpProjTiles, 2, true, false, Block> gate_up_proj_held;
+    // gate_up_proj: 3072 x 576  [llama.py:36]
+    mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Tagged, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
-      const smem_ptr<char> vector_post_attention_layernorm = block.at<char>(s.gate_up_proj_post_attention_layernorm_copy);  // post_attention_layernorm
-      mk::copy_vector(block, read_loader, 18, u32(s.gate_up_proj_post_attention_layernorm.bytes), vector_post_attention_layernorm);
-      block.sync();
-      mk::hold_tiles(block, read_loader, 19, s.gate_up_proj, gate_up_proj_held);
+      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      mk::LaneParts<GateUpProjTiles, Block> vector_post_attention_layernorm;  // post_attention_layernorm
+      mk::hold_vector(block, read_loader, 18, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
+      mk::hold_stages(block, read_loader, 19, 1, s.gate_up_proj, gate_up_proj_held);
       const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
       const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
-      const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
-      mk::RowParts<Block, mk::RowOp::kSum> rows;
       const auto terms = [](float o_proj_, auto& of) {
         of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
       };
-      mk::run_matrix<kBatch, GateUpProjTiles, false>(
+      mk::LaneRows<Block, mk::RowOp::kSum> rows;
+      mk::run_direct<kBatch, GateUpProjTiles, false, 1>(
           block, read_loader, 19, s.gate_up_proj, s.smem,
-          [&](u32 begin, u32 columns) {
+          [&](auto& x) {
             // o_proj * post_attention_layernorm
-            const smem_ptr<char> places[] = {activations, vector_post_attention_layernorm};
-            mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-                block, 20, s.o_proj_exchange, epoch * layers + layer, begin,
-                u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // o_proj
+            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 20, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
+                             [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // silu(gate_proj) * up_proj
@@ -250,7 +244,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
           },
           mk::RowScale{[&] {
-                         mk::add_lasts<mk::Tagged, false>(block, u32(s.gate_up_proj.columns), lasts, rows, terms);
                          rows.leave(block, block.at<float>(s.smem.scalars));
                        },
                        [&](u32 token) {
@@ -261,17 +254,18 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       out.publish(block, 21);
     }
 
-    // down_proj: 576 x 1536  [llama.py:32]
+    // down_proj: 576 x 1536  [llama.py:44]
+    mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Tagged, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      mk::hold_stages(block, read_loader, 22, 0, s.down_proj, down_proj_held);
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-      mk::run_matrix<kBatch, DownProjTiles, false>(
+      mk::run_direct<kBatch, DownProjTiles, false, 0>(
           block, read_loader, 22, s.down_proj, s.smem,
-          [&](u32 begin, u32 columns) {
-            mk::gather_value<mk::Tagged, mk::Poll<1, 1, true>>(block, 23, s.gate_up_proj_exchange, epoch * layers + layer, begin,
-                             mk::min_u32(columns, u32(s.down_proj.columns) - begin), columns, activations);  // x
+          [&](auto& x) {
+            mk::poll_value<mk::Dense<mk::Sentinel>>(block, 23, s.gate_up_proj_exchange, epoch * layers + layer, 0, u32(s.down_proj.columns), x);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             // o_proj + down_proj
@@ -279,7 +273,8 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
             const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
             out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-          });
+          },
+          mk::Unscaled{}, down_proj_held);
       out.publish(block, 24);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
     }
@@ -287,36 +282,31 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
   cx.layer = 0;
 
 
-  // lm_head: 49152 x 576  [llama.py:36]
-  mk::Held<LmHeadTiles, 3, true, false, Block> lm_head_held;
+  // lm_head: 49152 x 576  [llama.py:48]
+  mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
   {
     mk::begin_op(cx, block);
-    const smem_ptr<char> vector_norm = block.at<char>(s.lm_head_norm_copy);  // norm
-    mk::copy_vector(block, read_loader, 25, u32(s.lm_head_norm.bytes), vector_norm);
-    block.sync();
-    mk::hold_tiles(block, read_loader, 26, s.lm_head, lm_head_held);
+    mk::LaneParts<LmHeadTiles, Block> vector_norm;  // norm
+    mk::hold_vector(block, read_loader, 25, 0, u32(s.lm_head.columns), vector_norm);
+    mk::hold_stages(block, read_loader, 26, 1, s.lm_head, lm_head_held);
     const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
     mk::Best best;
     const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
-    const smem_ptr<mk::u16> lasts = mk::partials_of<kBatch>(block, s.smem, 1).at<mk::u16>(0);  // of units whose last element travels apart
-    mk::RowParts<Block, mk::RowOp::kSum> rows;
     const auto terms = [](float x_, auto& of) {
       of[0] = x_ * x_;  // r0 = mean(x * x)
     };
-    mk::run_matrix<kBatch, LmHeadTiles, false>(
+    mk::LaneRows<Block, mk::RowOp::kSum> rows;
+    mk::run_direct<kBatch, LmHeadTiles, false, 1>(
         block, read_loader, 26, s.lm_head, s.smem,
-        [&](u32 begin, u32 columns) {
+        [&](auto& x) {
           // x * norm
-          const smem_ptr<char> places[] = {activations, vector_norm};
-          mk::gather_operand<mk::Tagged, mk::Poll<1, 1, true>, false>(
-              block, 27, s.x_exchange, epoch * (layers + 1) + layers, begin,
-              u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
+          mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 27, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
+                           [](const auto& a) { return a[0] * a[1]; }, vector_norm);  // x
         },
         [&](u32 group, u32 pair, u32 token, float even, float odd) {
           mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
         },
         mk::RowScale{[&] {
-                       mk::add_lasts<mk::Tagged, false>(block, u32(s.lm_head.columns), lasts, rows, terms);
                        rows.leave(block, block.at<float>(s.smem.scalars));
                      },
                      [&](u32 token) {

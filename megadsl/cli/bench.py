@@ -81,15 +81,14 @@ def command(
         raise typer.Exit(1)
 
 
-def _apart(model: str, options: Mapping[str, Any]) -> Compiled | None:
-    """The model with one op a launch, where its own schedule allows that."""
+def _apart(model: str, options: Mapping[str, Any]) -> Compiled | str:
+    """The model with one op a launch, or why its schedule does not allow that."""
     from megadsl.driver import compile_model
 
     try:
         return compile_model(model, **options, scope="op")
     except MegadslError as why:
-        typer.echo(f"one op a launch is not timed: {why}")
-        return None
+        return f"it does not compile: {why.diagnostics[0].message}"
 
 
 def _traced(manifest: Mapping[str, Any], plain: Timed, recorded: Timed, out: Path) -> str:

@@ -21,7 +21,9 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A registered model, or FILE.py[:FUNCTION] together with --config.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A registered model, a Hugging Face directory, or FILE.py[:FUNCTION] together with --config.")
+]
 Config = Annotated[
     Path | None,
     typer.Option("--config", exists=True, dir_okay=False, metavar="FILE", help="The model's config.json, for a MODEL that is a file."),

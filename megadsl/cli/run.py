@@ -20,7 +20,12 @@ def command(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="How many tokens to write.")] = 32,
     weights: Annotated[
         Path | None,
-        typer.Option("--weights", exists=True, metavar="PATH", help="A GGUF file. Default for smollm2-135m: the installed demo weights."),
+        typer.Option(
+            "--weights",
+            exists=True,
+            metavar="PATH",
+            help="A GGUF file, or a Hugging Face directory. Default: MODEL where it is one; the demo's for smollm2-135m.",
+        ),
     ] = None,
     device: On = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
@@ -31,10 +36,13 @@ def command(
 ) -> None:
     """Continue a prompt greedily, with one kernel launch per token."""
     from megadsl.driver import compile_model
+    from megadsl.dsl.checkpoints import is_checkpoint
     from megadsl.runtime.generate import Generator
 
     chosen = resolve(device)
     compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
+    if weights is None and is_checkpoint(model):
+        weights = Path(model)
     result = Generator(compiled, weights, chosen.value).generate(prompt, max_new_tokens)
     if as_json:
         fields = {"prompt_ids": result.prompt_ids, "ids": result.ids, "text": result.text, "ms_per_token": result.ms_per_token}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, overload
 
 from megadsl.diagnostics import declare
 from megadsl.dsl.loop import Layers
@@ -11,6 +12,7 @@ from megadsl.dsl.tensor import KVCache, Scalar, Tensor
 from megadsl.dsl.tracer import current
 from megadsl.expr import parse
 from megadsl.ir.spec import Tensor as SpecTensor
+from megadsl.ops.rope import rope_scaling
 from megadsl.source import caller_span
 from megadsl.types import DType, Lifetime
 
@@ -21,6 +23,8 @@ IDS_TWICE = declare("MK140", "mk.input_ids is called twice", "call it once and k
 NO_WEIGHT = declare("MK141", "mk.linear: no weight is given", "pass one or more weights after the activation: mk.linear(x, w)")
 NOT_A_CACHE = declare("MK149", "mk.attention: kv is {value}", "pass layer.kv_cache(...).append(k, v)")
 MAX_TOKENS = 16
+
+Bias: TypeAlias = "Tensor | Sequence[Tensor] | None"
 
 
 def input_ids(tokens: int = 1) -> Tensor:
@@ -56,18 +60,22 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 @overload
-def linear(x: Tensor, weight: Tensor, /, *, name: str | None = None) -> Tensor: ...
+def linear(x: Tensor, weight: Tensor, /, *, bias: Bias = None, name: str | None = None) -> Tensor: ...
 
 
 @overload
-def linear(x: Tensor, first: Tensor, second: Tensor, /, *more: Tensor, name: str | None = None) -> tuple[Tensor, ...]: ...
+def linear(
+    x: Tensor, first: Tensor, second: Tensor, /, *more: Tensor, bias: Bias = None, name: str | None = None
+) -> tuple[Tensor, ...]: ...
 
 
-def linear(x: Tensor, *weights: Tensor, name: str | None = None) -> Tensor | tuple[Tensor, ...]:
+def linear(x: Tensor, *weights: Tensor, bias: Bias = None, name: str | None = None) -> Tensor | tuple[Tensor, ...]:
     """``x @ w.T`` for each weight (rows, columns), x (tokens, columns): (tokens, rows) each; several weights are one matrix.
 
+    ``bias``, a vector weight (rows,), is added; of several weights a sequence with one for each.
     Accumulates in fp32, rounds to bf16. One tensor for one weight, else a tuple. The op is called ``name``, by default after
-    its weights: o_proj; qkv_proj for q_proj, k_proj, v_proj. MK109 name taken, MK112 to MK114 for wrong shapes, MK141 no weight.
+    its weights: o_proj; qkv_proj for q_proj, k_proj, v_proj. MK109 name taken, MK112 to MK114, MK250 and MK251 for wrong shapes,
+    MK141 no weight.
     """
     tracer, span = current("linear"), caller_span()
     if not weights:
@@ -79,7 +87,8 @@ def linear(x: Tensor, *weights: Tensor, name: str | None = None) -> Tensor | tup
     if name:
         tracer.require_new_name(name, span)
     parts = [op] if len(weights) == 1 else [stem(n) for n in names]
-    outputs = tracer.node("linear", op, (x, *weights), parts, span)
+    biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
+    outputs = tracer.node("linear", op, (x, *weights, *biases), parts, span, {"weights": len(weights)} if biases else {})
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -105,14 +114,20 @@ def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return tracer.map(name, expr, {"x": x, "w": w}, span)
 
 
-def rope(q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "half") -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "half", scaling: Mapping[str, object] | None = None
+) -> tuple[Tensor, Tensor]:
     """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / head_dim)``.
 
-    style "half" pairs features i and i + head_dim / 2, "interleaved" 2i and 2i + 1. MK118 unknown style, MK119 features that
-    are no whole heads, MK222 theta, MK120 unsupported head_dim.
+    style "half" pairs features i and i + head_dim / 2, "interleaved" 2i and 2i + 1. ``scaling`` stretches the frequencies; it is what a
+    config.json has as rope_scaling: rope_type "linear" with factor, or "llama3" with factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings. MK118 unknown style, MK119 features that are no whole heads, MK222 theta, MK120 unsupported
+    head_dim, MK252 and MK253 for the scaling.
     """
     tracer, span = current("rope"), caller_span()
-    attrs = {"head_dim": head_dim, "theta": tracer.number("theta", theta, span, above=0), "style": style}
+    attrs: dict[str, object] = {"head_dim": head_dim, "theta": tracer.number("theta", theta, span, above=0), "style": style}
+    if (scaled := rope_scaling(scaling, tracer.found, span)) is not None:
+        attrs["scaling"] = scaled
     names = [f"{t.name}.rope" if isinstance(t, Tensor) else "rope" for t in (q, k)]
     q_out, k_out = tracer.node("rope", "rope", (q, k), names, span, attrs)
     return q_out, k_out

@@ -67,7 +67,7 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual."""
 
     op: str
     changes: Changes

@@ -51,14 +51,14 @@ def load(model: str, config: Path | None = None) -> tuple[Kernel, dict[str, Any]
     name, _, function = model.partition(".py:")
     if function or model.endswith(".py"):
         path = Path(model if not function else f"{name}.py")
-        return _kernel_of(path, function), {} if config is None else _config(config)
+        return kernel_in(path, function), {} if config is None else read_json(config)
     known = models()
     if model not in known:
         close = get_close_matches(model, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise error(MODEL_UNKNOWN, name=model, hint=hint, known=", ".join(sorted(known)))
     kernel, own = known[model]
-    return kernel, dict(own) if config is None else _config(config)
+    return kernel, dict(own) if config is None else read_json(config)
 
 
 def _is_entry(entry: object) -> bool:
@@ -90,7 +90,8 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _kernel_of(path: Path, function: str) -> Kernel:
+def kernel_in(path: Path, function: str) -> Kernel:
+    """The kernel ``function`` of a file, "" for the only one. MK181 to MK184."""
     kernels = {name: value for name, value in vars(_module(path)).items() if isinstance(value, Kernel)}
     if function and function in kernels:
         return kernels[function]
@@ -102,7 +103,8 @@ def _kernel_of(path: Path, function: str) -> Kernel:
     return next(iter(kernels.values()))
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A configuration file: MK181 when it cannot be read, MK185 when it is no JSON object."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as missing:

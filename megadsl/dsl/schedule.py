@@ -37,6 +37,7 @@ HINTS = ("evict_first", "evict_normal", "evict_last")
 KINDS = ("loader", "consumer")
 SCALES = ("before", "after")
 GATHERS = ("shared", "registers")
+RESIDUALS = ("block", "exchange")
 SCOPES = ("step", "op")
 
 
@@ -242,6 +243,17 @@ class OpHandle:
         span = caller_span()
         self._block.choice("gather", into, GATHERS, span)
         self._block.record(SetSplit(self._op, (("gather", into),), span))
+        return self
+
+    def residual(self, where: str) -> OpHandle:
+        """Where a linear finds the values that it adds to its own rows. Bit-identical.
+
+        "block": in its shared memory, if the block computed exactly these rows itself; each block then meets once more behind
+        the publication. "exchange": among the vectors that it polls.
+        """
+        span = caller_span()
+        self._block.choice("residual", where, RESIDUALS, span)
+        self._block.record(SetSplit(self._op, (("residual", where),), span))
         return self
 
     def sync(self, sync: Sync) -> OpHandle:

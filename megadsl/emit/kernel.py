@@ -16,6 +16,7 @@ from megadsl.lower.gathers import tiles_together
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
+from megadsl.lower.packing import bias_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -77,6 +78,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "expr_text": to_text,
         "expr_cuda": _prologue_cuda,
         "epilogue_cuda": _epilogue_cuda,
+        "bias_name": bias_name,
         "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
         "vectors": vectors,
         "gathered": lambda op: prologue_values(op)[0][0],

@@ -6,6 +6,7 @@ materialised; everything inside a fused expression stays fp32. reference/ rounds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,23 +41,54 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of a rotation are stretched for contexts longer than those a model was first trained on.
+
+    ``kind`` "linear": all divided by ``factor``. "llama3": those with fewer than ``low`` turns in ``positions`` positions are, those
+    with more than ``high`` stay, and between them goes over from one to the other, linearly in the number of turns.
+    """
+
+    kind: str
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    positions: int = 8192
+
+    def scaled(self, frequency: float) -> float:
+        """What becomes of a frequency in radians per position."""
+        if self.kind == "linear":
+            return frequency / self.factor
+        turns = self.positions * frequency / math.tau
+        kept = min(max((turns - self.low) / (self.high - self.low), 0.0), 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding of heads of ``head_dim`` features; ``style`` is "half" (pairs i, i + D/2) or "interleaved"
-    (pairs 2i, 2i + 1). Angles are position * theta ** (-2 i / D)."""
+    (pairs 2i, 2i + 1). Angles are position * frequencies[i]."""
 
     head_dim: int
     theta: float
     style: str
+    scaling: RopeScaling | None = None
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Radians per position of each of the D / 2 pairs: theta ** (-2 i / D), scaled where there is a scaling."""
+        plain = (self.theta ** (-2.0 * i / self.head_dim) for i in range(self.head_dim // 2))
+        return tuple(plain if self.scaling is None else map(self.scaling.scaled, plain))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a linear that come from one named weight of shape (rows, columns)."""
+    """Rows of a linear that come from one named weight of shape (rows, columns); ``bias`` (rows,) is added to their products first."""
 
     name: str
     weight: WeightRef
     rows: int
     rope: Rope | None = None
+    bias: WeightRef | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +117,9 @@ class Linear:
 
     prologue: operands all have the matrix's column count; its result is rounded to bf16 (the mma operand). With ``factored``
     only the operand factor is, and the row's scale multiplies the fp32 products: out = epilogue(scale * (parts @ operand)).
-    parts: matrices stacked by rows. Without an epilogue the out value is the parts one after the other (each rotated if
-    it has a rope), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of that many
-    features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are the logits:
+    parts: matrices stacked by rows; all of them have a bias or none has. Without an epilogue the out value is the parts one after the
+    other (each rotated if it has a rope), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal rows) and values of
+    that many features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are the logits:
     "logits" stores them, "argmax" also writes the smallest index of the largest logit per token.
     """
 
@@ -105,6 +137,10 @@ class Linear:
     @property
     def rows(self) -> int:
         return sum(p.rows for p in self.parts)
+
+    @property
+    def biased(self) -> bool:
+        return self.parts[0].bias is not None
 
     @property
     def out_features(self) -> int:

@@ -176,10 +176,10 @@ class PackSource:
 
 @dataclass(frozen=True)
 class PackRecord:
-    """How a weight lies in the packed arena. kind: matrix, vector or table; sizes in elements, offsets in bytes.
+    """How a weight lies in the packed arena. kind: matrix, bias, vector or table; sizes in elements, offsets in bytes.
 
     A matrix is tiles of 8 rows x ``tile_columns`` in panels of 32 columns, row groups outermost; depends on the
-    tile layout only, never on a schedule, so that tuning does not repack.
+    tile layout only, never on a schedule, so that tuning does not repack. A bias has one element for each row of its matrix, in order.
     """
 
     name: str

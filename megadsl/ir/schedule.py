@@ -86,7 +86,8 @@ class OpSchedule:
     rotates the shares of the parts' row groups, ``share_offset`` those of the features that the parts are added to.
     ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
     rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
-    (rounding-changing); None: the compiler chooses."""
+    (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
+    computed it, where that is the same one, or comes by "exchange"."""
 
     op: str
     loader: str
@@ -98,6 +99,7 @@ class OpSchedule:
     part_offset: int = 0
     scale: str = "before"
     gather: str | None = None
+    residual: str = "block"
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,20 @@ def _linear(op: Linear, out: int | None) -> Iterator[str]:
             yield f"part {part.name!r} has weight shape {part.weight.shape}, not {(part.rows, op.columns)}"
         if part.rope and part.rows % part.rope.head_dim:
             yield f"part {part.name!r} is rotated but holds no whole heads"
+    yield from _biases(op)
     yield from _fused("prologue", op.prologue, op.columns)
     if op.factored is not None:
         yield from _factored(op.factored, {name for name, _ in op.prologue.args})
     if op.epilogue is not None:
         yield from _epilogue(op, op.epilogue)
+
+
+def _biases(op: Linear) -> Iterator[str]:
+    for part in op.parts:
+        if part.bias is not None and part.bias.shape != (part.rows,):
+            yield f"part {part.name!r} has bias shape {part.bias.shape}, not {(part.rows,)}"
+    if any((part.bias is None) == op.biased for part in op.parts):
+        yield "has a bias for some parts only"
 
 
 def _factored(factored: Factored, args: set[str]) -> Iterator[str]:

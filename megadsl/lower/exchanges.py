@@ -51,7 +51,8 @@ def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, in
 
 def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
     """Whether a block computes exactly those rows of ``ref`` itself that it combines with its rows of ``op``."""
-    if ref.begin or op.out is None or schedule.scope == "op":  # shared memory does not outlive a launch
+    exchanged = schedule.scope == "op" or schedule.op(op.name).residual == "exchange"  # shared memory does not outlive a launch
+    if ref.begin or op.out is None or exchanged:
         return False
     value = graph.value(ref.value)
     mine = sharing(op, op.out_features, schedule)

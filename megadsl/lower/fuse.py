@@ -100,7 +100,7 @@ class _Fuser:
         for node in self.spec.nodes:
             if node.op != "rope":
                 continue
-            rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"])
+            rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"], node.attrs.get("scaling"))
             for source, out in zip(node.inputs, node.outputs, strict=True):
                 found[out] = rope
                 if self._rows(source) is None:
@@ -205,17 +205,18 @@ class _Fuser:
 
     def _linear(self, node: Node) -> Linear:
         stack = self.made.stacks[node.name]
-        x, *weights = (self.spec.tensors[name] for name in node.inputs)
-        if len({w.per_layer for w in weights}) > 1:
-            self.found.add(MIXED_WEIGHTS, node.span, op=node.name, weights=", ".join(w.name for w in weights))
+        x, *rest = (self.spec.tensors[name] for name in node.inputs)
+        weights, biases = rest[: len(node.outputs)], rest[len(node.outputs) :]
+        if len({w.per_layer for w in rest}) > 1:
+            self.found.add(MIXED_WEIGHTS, node.span, op=node.name, weights=", ".join(w.name for w in rest))
         rotated = {self._unrotated(name): rope for name, rope in self.ropes.items()}
         # an epilogue names its parts and other ops' values alike
         taken = set(self.values.values()) - {node.name}
         parts = []
-        for w, out in zip(weights, node.outputs, strict=True):
+        for i, (w, out) in enumerate(zip(weights, node.outputs, strict=True)):
             name = unique(stem(w.name), taken)
             taken.add(name)
-            parts.append(Part(name, _weight(w), w.shape[0], rotated.get(out)))
+            parts.append(Part(name, _weight(w), w.shape[0], rotated.get(out), bias=_weight(biases[i]) if biases else None))
         sink = self.sinks.get(node.name)
         return Linear(
             name=node.name,
@@ -351,4 +352,6 @@ def _weight(t: Tensor) -> WeightRef:
 
 
 def _rope_text(rope: Rope | None) -> str:
-    return f"rotated by {rope.head_dim}, theta {rope.theta:g}, {rope.style}" if rope else "not rotated"
+    if rope is None:
+        return "not rotated"
+    return f"rotated by {rope.head_dim}, theta {rope.theta:g}, {rope.style}" + (", scaled" if rope.scaling else "")

@@ -20,7 +20,7 @@ PARTS = declare(
 )
 SPREAD = declare("MK173", "queries, keys and values of {op!r} come from different linears", "compute them in one linear of several weights")
 ROPE_DIMS = declare(
-    "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta and style for all attention ops"
+    "MK174", "rotary heads of {count} different kinds in one kernel", "use one head_dim, theta, scaling and style for all attention ops"
 )
 UNALIGNED = declare(
     "MK159",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megadsl.ir.graph import Embed, Graph, Linear, Op, Part, Rope
-from megadsl.ir.plan import PackRecord, PackSource
+from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
-from megadsl.types import round_up
+from megadsl.types import Level, round_up
 
 ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart
 OFFSET_UNIT = 16  # device offsets count 16-byte units, so that 32 bits reach 32 GB
@@ -28,6 +28,16 @@ class Packed:
 def vector_name(op: Linear, arg: str) -> str:
     """Pack record name of a vector operand of a prologue."""
     return f"{op.name}.{arg}"
+
+
+def bias_name(op: Linear) -> str:
+    """Pack record name of a linear's bias."""
+    return f"{op.name}.bias"
+
+
+def bias_regions(op: Linear) -> tuple[Region, ...]:
+    """The bias that finishes an op's own rows, read from memory as it is."""
+    return (Region("weights", bias_name(op), Level.GPU),) if op.biased else ()
 
 
 def plan_packing(graph: Graph) -> Packed:
@@ -70,7 +80,13 @@ def _records(op: Op) -> list[PackRecord]:
         op.name, "matrix", sources, op.parts[0].weight.per_layer, tiles.groups * GROUP_ROWS, op.columns, tiles.columns_padded,
         tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1,
     )  # fmt: skip
-    return [*found, matrix]
+    return [*found, matrix, *([_bias(op, matrix)] if op.biased else [])]
+
+
+def _bias(op: Linear, matrix: PackRecord) -> PackRecord:
+    """One element for each row of the matrix, in its order."""
+    sources = [PackSource(p.bias.name, p.rows, *_order(p)) for p in op.parts if p.bias is not None]
+    return _record(bias_name(op), "bias", sources, matrix.per_layer, matrix.rows, 1, 1, 1, matrix.rows * 2, interleave=matrix.interleave)
 
 
 def _order(part: Part) -> tuple[str, int]:

@@ -78,7 +78,7 @@ def _op(op: Op) -> Iterator[str]:
             if op.factored is not None:
                 yield f"operand {to_text(op.factored.operand)}, products times {to_text(op.factored.scale)}"
             for part in op.parts:
-                yield f"part {part.name} {_ref(part.weight)}{_rope(part.rope)}"
+                yield f"part {part.name} {_ref(part.weight)}{f' + {_ref(part.bias)}' if part.bias else ''}{_rope(part.rope)}"
             if op.epilogue is not None:
                 yield f"epilogue {_fused(op.epilogue)}"
         case Attention():
@@ -98,4 +98,7 @@ def _ref(ref: ValueRef | WeightRef) -> str:
 
 
 def _rope(rope: Rope | None) -> str:
-    return f" rope {rope.style} head_dim={rope.head_dim} theta={rope.theta:g}" if rope else ""
+    if rope is None:
+        return ""
+    scaling = f" {rope.scaling.kind} scaling by {rope.scaling.factor:g}" if rope.scaling else ""
+    return f" rope {rope.style} head_dim={rope.head_dim} theta={rope.theta:g}{scaling}"

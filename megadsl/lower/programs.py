@@ -14,7 +14,7 @@ from megadsl.lower.gathers import is_direct
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import vector_name
+from megadsl.lower.packing import bias_regions, vector_name
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
 
@@ -250,6 +250,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     reads = (ring, *input_, *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
+    reads += () if split else bias_regions(op)
     writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
@@ -284,7 +285,8 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name} in round {round_}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
-    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
+    reads = (region, *bias_regions(op))
+    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (_staged(),), syncs=_end(builder, op), args=args)
     yield from _results(builder, op, role)
 
 

@@ -13,7 +13,7 @@ from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import kept_values, prologue_values, vectors
-from megadsl.lower.packing import OFFSET_UNIT, Packed, vector_name
+from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, vector_name
 from megadsl.lower.tiling import tiling
 
 LOG2_E = math.log2(math.e)
@@ -129,6 +129,10 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
         found.append(Record("mk::VectorShape", ident(vector.name), words))
         if copies_vectors(op, graph, schedule):
             found.append(Record("mk::i32", f"{ident(vector.name)}_copy", (memory.offset(copy_name(op, arg)),)))
+    if op.biased:
+        bias = packed.find(bias_name(op))
+        words = (bias.offset // OFFSET_UNIT, bias.layer_stride // OFFSET_UNIT, bias.bytes)
+        found.append(Record("mk::VectorShape", ident(bias.name), words))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megadsl.diagnostics import Collector, declare
 from megadsl.ir import graph
 from megadsl.ir.expr import arg_names
@@ -19,6 +21,12 @@ LINEAR_COLUMNS = declare(
     "linear {name!r}: the input has {features} features (shape {x_shape}), weight {weight!r} has {columns} columns (shape {shape})",
     "make the weight's second dimension {features}, or feed an input of {columns} features",
 )
+BIAS_SHAPE = declare(
+    "MK250",
+    "linear {name!r}: bias {bias!r} has shape {shape}, weight {weight!r} has {rows} rows",
+    "declare the bias with one dimension: ({rows},)",
+)
+BIAS_COUNT = declare("MK251", "linear {name!r} has {weights} weights and {biases} biases", "give bias= one vector for each weight")
 LINEAR_INPUT = declare(
     "MK114",
     "linear {name!r}: {tensor!r} of shape {shape} is not an activation of shape [tokens, features]",
@@ -27,7 +35,8 @@ LINEAR_INPUT = declare(
 
 
 def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[Outline, ...]:
-    x, *weights = inputs
+    x, *rest = inputs
+    weights, biases = rest[: node.attrs.get("weights", len(rest))], rest[node.attrs.get("weights", len(rest)) :]
     if x.lifetime is not Lifetime.ACTIVATION or len(x.shape) != 2:
         found.add(LINEAR_INPUT, node.span, name=node.name, tensor=x.name, shape=shape_text(x.shape))
     for w in weights:
@@ -44,7 +53,17 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
                 columns=w.shape[1],
                 shape=shape_text(w.shape),
             )
+    _check_biases(node, weights, biases, found)
     return tuple(Outline((x.shape[0], w.shape[0])) for w in weights)
+
+
+def _check_biases(node: Node, weights: Sequence[Tensor], biases: Sequence[Tensor], found: Collector) -> None:
+    if biases and len(biases) != len(weights):
+        found.add(BIAS_COUNT, node.span, name=node.name, weights=len(weights), biases=len(biases))
+        return
+    for w, b in zip(weights, biases, strict=bool(biases)):
+        if b.lifetime is not Lifetime.WEIGHT or b.shape != w.shape[:1]:
+            found.add(BIAS_SHAPE, node.span, name=node.name, bias=b.name, shape=shape_text(b.shape), weight=w.name, rows=w.shape[0])
 
 
 LINEAR = Family("linear", _outline)
@@ -68,6 +87,7 @@ def _vector_bytes(fused: graph.Fused | None) -> int:
 def cost(op: graph.Linear, tokens: int) -> Cost:
     """Matrix and vector weights once, operands and result through the exchange; logits leave as fp32."""
     weights = op.rows * op.columns * DType.BF16.bytes + _vector_bytes(op.prologue) + _vector_bytes(op.epilogue)
+    weights += op.rows * DType.BF16.bytes if op.biased else 0
     read = _operand_features(op.prologue, set()) + _operand_features(op.epilogue, {p.name for p in op.parts})
     written = op.rows * DType.F32.bytes if op.sink else op.out_features * DType.BF16.bytes
     return Cost(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megadsl.diagnostics import Collector, declare
+from megadsl.ir.graph import RopeScaling
 from megadsl.ir.spec import Node, Tensor
 from megadsl.ops.base import Family, Outline, shape_text
+from megadsl.source import Span
 
 ROPE_STYLE = declare(
     "MK118", "rope: unknown style {style!r}", 'use style="half" (Llama, pairs i and i + D/2) or style="interleaved" (2i, 2i + 1)'
@@ -15,8 +20,48 @@ ROPE_FEATURES = declare(
     "give head_dim= the width of one head; features must be heads * head_dim",
 )
 HEAD_DIM = declare("MK120", "{name}: head_dim {head_dim} is not supported", "use a head dimension of 64 or 128")
+SCALING_KIND = declare("MK252", "rope: unknown scaling {scaling}", "use a rope_type of these, or none: {known}")
+SCALING_FIELD = declare("MK253", "rope: scaling {kind!r} needs {field}, a number above 0, and has {value}", "give {field} in scaling=")
 STYLES = ("half", "interleaved")
 HEAD_DIMS = (64, 128)
+
+
+# Fields of a scaling by its kind, as config.json spells them and as RopeScaling does.
+SCALINGS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+        "original_max_position_embeddings": "positions",
+    },
+}
+UNSCALED = ("default", None)
+
+
+def rope_scaling(given: object, found: Collector, span: Span) -> RopeScaling | None:
+    """The scaling in a config.json's rope_scaling; None for none, and after a finding: MK252 unknown kind, MK253 a field."""
+    if given is None:
+        return None
+    kind = given.get("rope_type", given.get("type")) if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping) or kind not in (*SCALINGS, *UNSCALED):
+        found.add(SCALING_KIND, span, scaling=repr(kind), known=", ".join(SCALINGS))
+        return None
+    if kind in UNSCALED:
+        return None
+    fields: dict[str, Any] = {}
+    for field, name in SCALINGS[kind].items():
+        value = given.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            found.add(SCALING_FIELD, span, kind=kind, field=field, value="none" if value is None else repr(value))
+        else:
+            fields[name] = value
+    if len(fields) < len(SCALINGS[kind]):
+        return None
+    if kind == "llama3" and fields["high"] <= fields["low"]:
+        found.add(SCALING_FIELD, span, kind=kind, field="high_freq_factor above low_freq_factor", value=repr(fields["high"]))
+        return None
+    return RopeScaling(kind, **fields)
 
 
 def check_head_dim(node: Node, head_dim: int, found: Collector) -> bool:

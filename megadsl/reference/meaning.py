@@ -90,13 +90,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.float() @ weight.float().T
 
 
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 (n, head_dim / 2), of position * theta ** (-2 i / head_dim).
+def rope_table(positions: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 (n, head_dim / 2), of position * frequencies[i] (see ir.graph.Rope).
 
     Angles and functions are float64 before the one rounding: at position 9000 an fp32 angle is off by 5e-4.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / -head_dim
-    angles = positions.double()[:, None] * torch.pow(torch.tensor(theta, dtype=torch.float64, device=positions.device), exponents)
+    angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
     return angles.cos().float(), angles.sin().float()
 
 

@@ -192,6 +192,8 @@ class GraphModel:
         product = self._arithmetic.linear(x, self._weight(part.weight, layer))
         if scale is not None:
             product = scale * product
+        if part.bias is not None:
+            product = product + self._weight(part.bias, layer)
         if part.rope is None:
             return product
         cos, sin = run.angles(part.rope)
@@ -235,13 +237,12 @@ class _Step:
         self.values: dict[str, Tensor] = {}
         self.result = torch.empty(0)
         self._positions = positions
-        self._angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[Rope, tuple[Tensor, Tensor]] = {}
 
     def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        key = (rope.head_dim, rope.theta)
-        if key not in self._angles:
-            self._angles[key] = meaning.rope_table(self._positions, *key)
-        return self._angles[key]
+        if rope not in self._angles:
+            self._angles[rope] = meaning.rope_table(self._positions, rope.frequencies)
+        return self._angles[rope]
 
 
 def layers_of(op: Op, graph: Graph) -> range:
@@ -270,7 +271,7 @@ def _weight_refs(op: Op) -> list[WeightRef]:
         case Linear():
             fused = [op.prologue, *([op.epilogue] if op.epilogue is not None else [])]
             vectors = [ref for f in fused for _, ref in f.args if isinstance(ref, WeightRef)]
-            return [*vectors, *(part.weight for part in op.parts)]
+            return [*vectors, *(part.weight for part in op.parts), *(part.bias for part in op.parts if part.bias is not None)]
         case Attention():
             return []
 

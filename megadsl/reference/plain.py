@@ -92,10 +92,15 @@ class PlainModel:
             self._stacked[key] = torch.cat([self.weight(part.weight, layer) for part in op.parts])
         return self._stacked[key]
 
+    def bias(self, op: Linear, layer: int) -> Tensor | None:
+        """The biases of a linear's parts as one vector."""
+        found = [self.weight(part.bias, layer) for part in op.parts if part.bias is not None]
+        return torch.cat(found) if found else None
+
     def rope(self, rope: Rope) -> str:
         """The name of a rotation's table: cos and signed sin of every position, fp32 (max_kv, head_dim)."""
         if rope not in self._tables:
-            cos, sin = meaning.rope_table(torch.arange(self.max_kv, device=self._device), rope.head_dim, rope.theta)
+            cos, sin = meaning.rope_table(torch.arange(self.max_kv, device=self._device), rope.frequencies)
             if rope.style == "half":
                 self._tables[rope] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             else:
@@ -104,7 +109,7 @@ class PlainModel:
 
 
 def _table_name(rope: Rope) -> str:
-    return f"rope {rope.head_dim} {rope.theta} {rope.style} "
+    return f"rope {rope.head_dim} {rope.theta} {rope.style} {rope.scaling} "
 
 
 class _Builder:
@@ -158,7 +163,7 @@ class _Builder:
         return run
 
     def _linear(self, op: Linear, layer: int) -> Action:
-        x, weight = self._fused(op.prologue, op.columns, layer, {}), self._model.stacked(op, layer)
+        x, weight, bias = self._fused(op.prologue, op.columns, layer, {}), self._model.stacked(op, layer), self._model.bias(op, layer)
         pieces = _pieces(op)
         bounds = [sum(size for _, size, _ in pieces[:i]) for i in range(len(pieces))]
         turns = [_rotation(self._model.rope(rope), rope) if rope is not None else None for _, _, rope in pieces]
@@ -173,7 +178,7 @@ class _Builder:
         (out,) = self._define(op.out, [(0, op.out_features)]) if result is not None and op.out is not None else (None,)
 
         def run(values: Values) -> None:
-            product = functional.linear(x(values), weight)
+            product = functional.linear(x(values), weight, bias)
             for name, piece, turn in zip(own, product.split(sizes, -1), turns, strict=True):
                 values[name] = piece if turn is None else turn(piece, values)
             if result is not None:

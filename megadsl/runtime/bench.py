@@ -149,11 +149,14 @@ class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
     Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to
-    the Program. ``apart`` is the same model compiled with one op a launch, to be timed beside it. Turns TF32 off for the process.
+    the Program. ``apart`` is the same model compiled with one op a launch, to be timed beside it, or why it does not compile; None: it
+    is left out. Turns TF32 off for the process.
     Raises what Generator does.
     """
 
-    def __init__(self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None, apart: Compiled | None = None) -> None:
+    def __init__(
+        self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None, apart: Compiled | str | None = None
+    ) -> None:
         torch.set_float32_matmul_precision("highest")  # the oracle is fp32
         self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
         self.max_kv = int(self.manifest["max_kv"])
@@ -163,9 +166,9 @@ class Subject:
         weights = {name: source.load(name) for name in needed(self.manifest)}
         self.generator = Generator(compiled, TensorSource(weights), where, progress=False, **dict(options or {}))
         self.apart: Program | None = None
-        if apart is not None:
-            arena = self.generator.program.buffers["weights"]
-            self.apart = Program(apart.manifest, apart.source, where, arena)
+        self.why_not_apart = apart if isinstance(apart, str) else None
+        if apart is not None and not isinstance(apart, str):
+            self.apart = Program(apart.manifest, apart.source, where, self.generator.program.buffers["weights"])
         self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
         self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
         self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
@@ -221,7 +224,7 @@ class Subject:
         baselines = prepare(task, which, budget_s, self.clock, replays)
         program = self.generator.program
         ours, differ = self._contestant(self._ready(program, ids, kv))
-        apart = None if self.apart is None or which is Baseline.NONE else self._apart(self.apart, ids, kv)
+        apart = None if which is Baseline.NONE else self._apart(ids, kv)
         rivals = [rival for each in (apart, *baselines) if each is not None and (rival := each.contestant()) is not None]
         times = self.clock.times([ours, *rivals], replays)
         program.check()
@@ -249,9 +252,11 @@ class Subject:
         program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
         return program.capture()
 
-    def _apart(self, program: Program, ids: Sequence[int], kv: int) -> Prepared:
+    def _apart(self, ids: Sequence[int], kv: int) -> Prepared | None:
         """The step with one op a launch, behind the megakernel's first replay: it has to leave the same bits."""
-        began = time.monotonic()
+        program, began = self.apart, time.monotonic()
+        if program is None:
+            return None if self.why_not_apart is None else Prepared("one op a launch", "ours", 0.0, self.why_not_apart)
         step = self._ready(program, ids, kv)
         step.replay()
         program.check()

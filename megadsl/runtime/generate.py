@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from megadsl.diagnostics import collecting, declare, error
+from megadsl.diagnostics import Collector, collecting, declare, error
+from megadsl.dsl.checkpoints import rope_fields
 from megadsl.ir.graph import Graph, Linear
+from megadsl.ops.rope import rope_scaling
 from megadsl.runtime.control import ADVANCE, NEXT_IDS
-from megadsl.runtime.gguf import GgufFile, demo_weights
+from megadsl.runtime.gguf import demo_weights
+from megadsl.runtime.kv import rope_of
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Snapshot, resolve_device
-from megadsl.runtime.tokenizer import Tokenizer, tokenizer_known, tokenizer_of
-from megadsl.runtime.weights import GgufSource, WeightSource, open_weights
+from megadsl.runtime.tokenizer import Tokenizer, tokenizer_in, tokenizer_known, tokenizer_of
+from megadsl.runtime.weights import GgufSource, SafetensorsSource, WeightSource, open_weights
+from megadsl.source import UNKNOWN
 
 KV_FULL = declare(
     "MK450",
@@ -41,12 +45,12 @@ NO_ARGMAX = declare(
     "MK457", "kernel {model} returns logits, it does not choose a token", "return mk.argmax(...) from the spec, or use Generator.step"
 )
 NO_TOKENIZER = declare(
-    "MK458", "text needs a tokenizer, and these weights bring none", "give a GGUF file, or pass token ids instead of text"
+    "MK458",
+    "text needs a tokenizer, and these weights bring none",
+    "give a GGUF file or a directory with a tokenizer.json, or pass token ids instead of text",
 )
-NO_WEIGHTS = declare("MK459", "no weights were given for {model}", "give a GGUF file with --weights PATH")
-THETA = declare(
-    "MK424", "the spec rotates with theta {spec}, the checkpoint was trained with {checkpoint}", "use theta={checkpoint} in mk.rope"
-)
+NO_WEIGHTS = declare("MK459", "no weights were given for {model}", "give a GGUF file or a checkpoint's directory with --weights PATH")
+THETA = declare("MK424", "the spec rotates with {spec}, the checkpoint was trained with {checkpoint}", "use {checkpoint} in mk.rope")
 
 _DEMO_MODEL = "smollm2-135m"
 
@@ -80,8 +84,8 @@ class Generation:
 class Generator:
     """A model with its weights and KV cache.
 
-    ``weights``: a GGUF file, a source, or None for the demo's (smollm2-135m only). ``device``: "cuda", "cuda:N", or "cpu" for
-    the emulator. Raises MK400 to MK448 for what is wrong with weights or machine, all weights at once.
+    ``weights``: a GGUF file, a Hugging Face directory, a source, or None for the demo's (smollm2-135m only). ``device``: "cuda",
+    "cuda:N", or "cpu" for the emulator. Raises MK400 to MK448 for what is wrong with weights or machine, all weights at once.
     """
 
     def __init__(
@@ -95,11 +99,9 @@ class Generator:
     ) -> None:
         self.manifest = compiled.manifest
         source = _source(self.manifest["model"], weights)
+        _check_rope(self.manifest, source)
         self._file = source.file if isinstance(source, GgufSource) else None
-        self.tokenizer: Tokenizer | None = None
-        if self._file is not None:
-            _check_theta(self.manifest, self._file)
-            self.tokenizer = tokenizer_of(self._file) if tokenizer_known(self._file) else None
+        self.tokenizer = _tokenizer(source)
         where = str(resolve_device(device, self.manifest["arch"]))
         arena = pack_weights(self.manifest, source, where, progress=progress)
         self.program = Program(self.manifest, compiled.source, where, arena, **options)
@@ -175,9 +177,10 @@ class Generator:
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            if self._file is None:
+            tokenizer = self.tokenizer or (None if self._file is None else tokenizer_of(self._file))
+            if tokenizer is None:
                 raise error(NO_TOKENIZER)
-            ids = (self.tokenizer or tokenizer_of(self._file)).encode(prompt)
+            ids = tokenizer.encode(prompt)
         else:
             ids = list(prompt)
         self._check_prompt(ids)
@@ -278,8 +281,28 @@ def _source(model: str, weights: Path | WeightSource | None) -> WeightSource:
     return open_weights(weights or demo_weights())
 
 
-def _check_theta(manifest: Mapping[str, Any], file: GgufFile) -> None:
-    """A wrong theta changes few tokens of a short text, so it is refused here, not left to be noticed."""
-    rope, checkpoint = manifest["rope"], file.config["rope_theta"]
-    if rope is not None and rope["theta"] != checkpoint:
-        raise error(THETA, spec=rope["theta"], checkpoint=checkpoint)
+def _tokenizer(source: WeightSource) -> Tokenizer | None:
+    match source:
+        case GgufSource():
+            return tokenizer_of(source.file) if tokenizer_known(source.file) else None
+        case SafetensorsSource():
+            return tokenizer_in(source.folder)
+        case _:
+            return None
+
+
+def _check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
+    """A wrong rotation changes few tokens of a short text, so it is refused here, not left to be noticed."""
+    if manifest["rope"] is None or not isinstance(source, GgufSource | SafetensorsSource):
+        return
+    spec = rope_of(manifest["rope"])
+    theta, scaling = (source.file.config["rope_theta"], None) if isinstance(source, GgufSource) else rope_fields(source.config)
+    found = Collector()
+    trained = rope_scaling(scaling, found, UNKNOWN)
+    if spec.theta != theta or spec.scaling != trained or found.found:
+        own = None if spec.scaling is None else asdict(spec.scaling)
+        raise error(THETA, spec=_rotation(spec.theta, own), checkpoint=_rotation(theta, scaling))
+
+
+def _rotation(theta: float, scaling: object) -> str:
+    return f"theta={theta:g}" + (f", scaling={scaling}" if scaling is not None else "")

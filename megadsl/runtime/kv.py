@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megadsl.ir.graph import Rope, RopeScaling
 from megadsl.runtime.pack import pair_order
 from megadsl.types import ceil_div
 
@@ -71,8 +72,13 @@ class KvCache:
             view.copy_(plain.view(view.shape))
 
 
-def rope_table(head_dim: int, theta: float, rows: int) -> torch.Tensor:
-    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is the angle p * theta ** (-2 i / head_dim), from fp64."""
-    frequency = theta ** (-2.0 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequency
+def rope_of(record: Mapping[str, Any]) -> Rope:
+    """The rotation in a manifest."""
+    scaling = record["scaling"]
+    return Rope(record["head_dim"], record["theta"], record["style"], None if scaling is None else RopeScaling(**scaling))
+
+
+def rope_table(rope: Rope, rows: int) -> torch.Tensor:
+    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64."""
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * torch.tensor(rope.frequencies, dtype=torch.float64)
     return torch.stack((angle.cos(), angle.sin()), -1).to(torch.float32)

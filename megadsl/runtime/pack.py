@@ -79,7 +79,7 @@ def unpack_record(manifest: Manifest, record: Record, arena: torch.Tensor, layer
         return [flat[: shapes[0][0]].clone()]
     if record["kind"] == "table":
         return [flat.view(shapes[0]).clone()]
-    return _unpack_matrix(record, flat, [shape[0] for shape in shapes])
+    return _unstacked(record, flat if record["kind"] == "bias" else _untiled(record, flat), [shape[0] for shape in shapes])
 
 
 def _packed(manifest: Manifest, source: WeightSource, device: str, progress: bool) -> torch.Tensor:
@@ -118,11 +118,23 @@ def _bar(shown: bool) -> Progress:
 
 
 def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
-    ordered = [_in_order(w, spec) for w, spec in zip(sources, record["sources"], strict=True)]
-    stacked = torch.stack(ordered, 1).flatten(0, 1) if record["interleave"] else torch.cat(ordered)
+    stacked = _stacked(record, sources)
     padded = stacked.new_zeros(record["rows"], record["columns_padded"])
     padded[: stacked.shape[0], : stacked.shape[1]] = stacked
     return _tiles(record, padded).permute(0, 2, 3, 1, 4)
+
+
+def _bias(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    stacked = _stacked(record, sources)
+    padded = stacked.new_zeros(record["rows"])
+    padded[: stacked.shape[0]] = stacked
+    return padded
+
+
+def _stacked(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all sources in their packed order."""
+    ordered = [_in_order(w, spec) for w, spec in zip(sources, record["sources"], strict=True)]
+    return torch.stack(ordered, 1).flatten(0, 1) if record["interleave"] else torch.cat(ordered)
 
 
 def _tiles(record: Record, padded: torch.Tensor) -> torch.Tensor:
@@ -131,11 +143,15 @@ def _tiles(record: Record, padded: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, _TILE_ROWS, parts, record["tile_columns"] // _TILE_COLUMNS, _TILE_COLUMNS)
 
 
-def _unpack_matrix(record: Record, flat: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
+def _untiled(record: Record, flat: torch.Tensor) -> torch.Tensor:
     padded = flat.new_empty(record["rows"], record["columns_padded"])
     seen = _tiles(record, padded)
     seen.copy_(flat.view(*(seen.shape[i] for i in (0, 2, 3, 1, 4))).permute(0, 3, 1, 2, 4))
-    inner = padded[: sum(rows), : record["columns"]]
+    return padded[:, : record["columns"]]
+
+
+def _unstacked(record: Record, stacked: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
+    inner = stacked[: sum(rows)]
     parts = inner.unflatten(0, (-1, len(rows))).unbind(1) if record["interleave"] else inner.split(rows)
     return [_in_order(part, spec, inverse=True) for part, spec in zip(parts, record["sources"], strict=True)]
 
@@ -166,4 +182,9 @@ def _table(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
     return sources[0]
 
 
-_PACK: dict[str, Callable[[Record, list[torch.Tensor]], torch.Tensor]] = {"matrix": _matrix, "vector": _vector, "table": _table}
+_PACK: dict[str, Callable[[Record, list[torch.Tensor]], torch.Tensor]] = {
+    "matrix": _matrix,
+    "bias": _bias,
+    "vector": _vector,
+    "table": _table,
+}

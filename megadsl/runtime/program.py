@@ -17,7 +17,7 @@ from megadsl.emulate import Emulator, LaunchReport, Mutant
 from megadsl.resources import include
 from megadsl.runtime.control import ERROR, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
 from megadsl.runtime.cuda import CudaKernel, check_gpu
-from megadsl.runtime.kv import KvCache, rope_table
+from megadsl.runtime.kv import KvCache, rope_of, rope_table
 from megadsl.runtime.queue import LaunchQueue
 
 ARENA_SIZE = declare(
@@ -175,7 +175,7 @@ class Program:
         buffers["weights"] = weights
         rope = self.manifest["rope"]
         if rope is not None:
-            table = rope_table(rope["head_dim"], rope["theta"], self.manifest["max_kv"])
+            table = rope_table(rope_of(rope), self.manifest["max_kv"])
             buffers["rope"].view(torch.float32).copy_(table.flatten())
         return {name: buffers[name] for name in BUFFERS}
 

@@ -1,11 +1,13 @@
-"""The tokenizer that a GGUF file carries: byte-level BPE."""
+"""The tokenizer that a GGUF file carries, byte-level BPE, or that stands beside a checkpoint as tokenizer.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megadsl.diagnostics import declare, error
+from megadsl.dsl.registry import read_json
 from megadsl.runtime.gguf import PACKAGE_MISSING, GgufFile
 
 try:
@@ -32,15 +34,16 @@ _CONTROL = 3  # token type: never produced from text by merges, matched whole
 class Tokenizer:
     """Text to ids and back."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, bos: int | None, stop_ids: frozenset[int]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, bos: int | None, stop_ids: frozenset[int], template: bool = False) -> None:
         self._inner = inner
+        self._template = template  # whether the tokenizer itself puts control tokens around a text
         self.bos = bos
         self.stop_ids = stop_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; control tokens written out (``<|im_start|>``) are matched whole."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids if self.bos is None else [self.bos, *ids]
+        ids: list[int] = self._inner.encode(text, add_special_tokens=self._template).ids
+        return ids if self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
 
     def decode(self, ids: Sequence[int], skip_control: bool = True) -> str:
         """The text of ``ids``; incomplete UTF-8 shows as U+FFFD. Control tokens are left out unless ``skip_control`` is False."""
@@ -67,6 +70,36 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
     metadata = file.metadata
     bos = metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
     return Tokenizer(_build(file, _DIGITS_APART[str(pre)]), bos, _stop_ids(metadata))
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory; None when there is no tokenizer.json, MK411 for a broken one."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    if tokenizers is None:
+        raise error(PACKAGE_MISSING, what="reading a tokenizer", package="tokenizers")
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as bad:  # the package raises bare Exception for all it cannot read
+        raise error(TOKENIZER_BROKEN, path=path, why=str(bad)) from bad
+    settings, model, generation = (_optional(folder / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config"))
+    ends = [source.get("eos_token_id") for source in (model, generation)]
+    stops = {token for end in ends for token in (end if isinstance(end, list) else [end]) if isinstance(token, int)}
+    stops |= {token for token in (_id_of(inner, settings.get("eos_token")),) if token is not None}
+    bos = _id_of(inner, settings.get("bos_token")) if settings.get("add_bos_token") else None
+    return Tokenizer(inner, bos, frozenset(stops), template=settings.get("add_bos_token") is not False)
+
+
+def _optional(path: Path) -> Mapping[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _id_of(inner: tokenizers.Tokenizer, token: object) -> int | None:
+    """The id of a token as tokenizer_config.json gives it: its text, or an object with it."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    found: int | None = inner.token_to_id(text) if isinstance(text, str) else None
+    return found
 
 
 def _build(file: GgufFile, digits_apart: bool) -> tokenizers.Tokenizer:

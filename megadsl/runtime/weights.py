@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from megadsl.diagnostics import collecting, declare
+from megadsl.dsl.checkpoints import raw_config
 from megadsl.runtime.gguf import GgufFile, read_gguf
+from megadsl.runtime.safetensors import open_files
 
 MISSING = declare("MK420", "weight {name} is missing{more}", "give a checkpoint that has it, or rename it in the spec{near}")
 EXTRA = declare(
@@ -103,6 +105,33 @@ class GgufSource(WeightSource):
         return TABLE if self.alias(name) else name
 
 
+class SafetensorsSource(WeightSource):
+    """Weights of a Hugging Face directory. Files are mapped, so that a tensor takes no memory of its own before it is converted.
+
+    ``config`` is the directory's config.json as it is. A tied output head that the files have as well is left alone, as transformers
+    leaves it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = raw_config(folder)
+        self.files = open_files(folder)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self.files.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.files[name].get_tensor(name)
+        return tensor.to(torch.bfloat16)
+
+    def unreadable(self, name: str) -> str | None:
+        dtype = str(self.files[name].get_slice(name).get_dtype())
+        return None if dtype in ("BF16", "F16", "F32", "F64") else dtype
+
+    def alias(self, name: str) -> bool:
+        return name == HEAD and bool(self.config.get("tie_word_embeddings"))
+
+
 class TensorSource(WeightSource):
     """Weights in memory: a state dict. Tensors may lie on any device and have any floating-point type."""
 
@@ -146,9 +175,9 @@ class RandomSource(WeightSource):
         return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(torch.bfloat16)
 
 
-def open_weights(path: Path) -> GgufSource:
-    """The weights in a GGUF file; MK400 to MK407 when it cannot be read."""
-    return GgufSource(read_gguf(path))
+def open_weights(path: Path) -> GgufSource | SafetensorsSource:
+    """The weights in a GGUF file or a Hugging Face directory; MK400 to MK407, MK474 to MK476 when it cannot be read."""
+    return SafetensorsSource(path) if path.is_dir() else GgufSource(read_gguf(path))
 
 
 def random_weights(manifest: Manifest, seed: int = 0, device: str = "cpu") -> RandomSource:
@@ -157,7 +186,9 @@ def random_weights(manifest: Manifest, seed: int = 0, device: str = "cpu") -> Ra
 
 
 def source_shape(record: Mapping[str, Any], source: Mapping[str, Any]) -> tuple[int, ...]:
-    """The checkpoint shape of one source of a pack record: (columns,) for a vector, else (rows, columns)."""
+    """The checkpoint shape of one source of a pack record: (columns,) for a vector, (rows,) for a bias, else (rows, columns)."""
+    if record["kind"] == "bias":
+        return (source["rows"],)
     return (record["columns"],) if record["kind"] == "vector" else (source["rows"], record["columns"])
 
 

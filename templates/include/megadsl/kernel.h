@@ -1,5 +1,6 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
+#include "megadsl/bias.h"
 #include "megadsl/direct.h"
 #include "megadsl/embed.h"
 #include "megadsl/heads.h"

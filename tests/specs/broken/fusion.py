@@ -68,7 +68,7 @@ def different_linears(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
-# MK174 `` | rotary heads of 2 different kinds | use one head_dim, theta and style
+# MK174 `` | rotary heads of 2 different kinds | use one head_dim, theta, scaling and style
 # mend: theta=1e5 => theta=1e4
 def two_ropes(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)

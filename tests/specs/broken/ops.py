@@ -52,6 +52,22 @@ def linear_input(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
+def bias_shape(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    return head(mk.linear(start(tokens), square("w"), bias=mk.weight("w.bias", 64)))
+    # MK250 `mk.linear(` | bias 'w.bias' has shape [64], weight 'w.weight' has 128 rows | one dimension
+    # mend: 64 => «128»
+
+
+@mk.kernel
+def bias_count(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x, b = start(tokens), mk.weight("b.bias", HIDDEN)
+    q, k = mk.linear(x, square("q"), square("k"), bias=b)
+    # MK251 `mk.linear(` | linear 'q_k' has 2 weights and 1 biases | one vector for each weight
+    # mend: bias=b => bias=[b, b]
+    return head(mk.map("q * k", q=q, k=k))
+
+
+@mk.kernel
 def linear_without_weight(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x, w = start(tokens), square("w")
     return head(mk.linear(x) + mk.linear(x, w))
@@ -107,6 +123,30 @@ def rope_style(cfg: Any, tokens: int = 1) -> mk.Tensor:
         q, k = mk.rope(q, k, head_dim=64, theta=1e4, style="neox")
         # MK118 `mk.rope(` | unknown style 'neox' | (Llama, pairs i and i + D/2)
         # mend: style="neox" => «style="half"»
+        x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
+    return head(x)
+
+
+@mk.kernel
+def rope_scaling_kind(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
+        q, k = mk.rope(q, k, head_dim=64, theta=1e4, scaling={"rope_type": "yarn", "factor": 4.0})
+        # MK252 `mk.rope(` | unknown scaling 'yarn' | linear, llama3
+        # mend: yarn => «linear»
+        x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
+    return head(x)
+
+
+@mk.kernel
+def rope_scaling_field(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
+        q, k = mk.rope(q, k, head_dim=64, theta=1e4, scaling={"rope_type": "linear"})
+        # MK253 `mk.rope(` | scaling 'linear' needs factor, a number above 0, and has none | give factor in scaling=
+        # mend: {"rope_type": "linear"} => {"rope_type": "linear", "factor": 4.0}
         x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
     return head(x)
 

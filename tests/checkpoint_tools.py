@@ -1,0 +1,58 @@
+"""Tiny random checkpoints as transformers saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+FAR = 16384  # positions that the models are said to know
+SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": FAR}
+LLAMA = SHAPE | {
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}  # llama-tiny: tests share its kernels
+ODD = SHAPE | {"hidden_size": 80, "intermediate_size": 1100, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64}
+QWEN2 = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = LLAMA3 | {"original_max_position_embeddings": 1024}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def plain(theta: float = 1e4) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+# Class in transformers and fields of its configuration.
+FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", LLAMA | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", LLAMA | {"rope_parameters": LINEAR}),
+    "llama-biased": (
+        "Llama",
+        ODD | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "rope_parameters": plain()},
+    ),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": plain(1e6)}),
+    "qwen2": ("Qwen2", QWEN2 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
+}
+
+
+def saved(family: str, folder: Path, **options: Any) -> Any:
+    """The fp32 model, of weights that are bf16 numbers, which stands in ``folder`` as bf16; ``options`` go to save_pretrained."""
+    name, fields = FAMILIES[family]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(initializer_range=0.15, **fields)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith(("norm.weight", ".bias")):  # transformers begins with ones and zeros
+                weight += 0.3 * torch.randn_like(weight)
+    model.bfloat16().save_pretrained(folder, **options)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()  # anew, for bfloat16() rounds rotary frequencies too

@@ -1,0 +1,256 @@
+"""Checkpoint directories that cannot be run: each finding with its code, the line in config.json and the mend; all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megadsl.diagnostics import Diagnostic, MegadslError
+from megadsl.driver import compile_model
+from megadsl.dsl.checkpoints import load_checkpoint
+from megadsl.ir.graph import Rope, RopeScaling
+from megadsl.runtime.generate import Generator
+from megadsl.runtime.pack import pack_weights
+from megadsl.runtime.tokenizer import tokenizer_in
+from megadsl.runtime.weights import WeightSource, needed, open_weights, random_weights
+
+safetensors = pytest.importorskip("safetensors.torch")
+tokenizers = pytest.importorskip("tokenizers")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_act": "silu",
+    "rope_theta": 1e4,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def folder_of(path: Path, **fields: Any) -> Path:
+    """A directory with a config.json, one key a line."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in (CONFIG | fields).items() if v is not ...}, indent=1))
+    return path
+
+
+def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
+    with pytest.raises(MegadslError) as refused:
+        load_checkpoint(path, max_kv)
+    return refused.value.diagnostics
+
+
+@pytest.mark.parametrize(
+    ("code", "key", "value", "words", "mend"),
+    [
+        ("MK470", "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel'", "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
+        ("MK470", "architectures", [], "[]", "write its spec"),
+        ("MK471", "hidden_act", "mish", "hidden_act = 'mish', and mk.map has no such function", "silu"),
+        ("MK471", "quantization_config", {"quant_method": "gptq"}, "quantization_config = 'gptq'", "bf16"),
+        ("MK471", "head_dim", 96, "head_dim = 96", "such heads"),
+        ("MK471", "layer_types", ["full_attention", "linear_attention"], "['linear_attention']", "full_attention"),
+        ("MK471", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5", "whole heads"),
+        ("MK471", "rope_scaling", {"type": "yarn", "factor": 4.0}, "rope_scaling.rope_type = 'yarn'", "none, linear, llama3"),
+        ("MK471", "rope_parameters", {"rope_type": "dynamic", "factor": 4.0}, "rope_parameters.rope_type = 'dynamic'", "linear"),
+        ("MK253", "rope_scaling", {k: v for k, v in LLAMA3.items() if k != "factor"}, "needs factor", "factor"),
+        ("MK253", "rope_scaling", LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor", "low_freq_factor"),
+        ("MK472", "intermediate_size", ..., "intermediate_size = (absent)", "set intermediate_size"),
+        ("MK472", "vocab_size", "64", "vocab_size = '64'", "set vocab_size"),
+        ("MK472", "rms_norm_eps", -1, "rms_norm_eps = -1 is no positive number", "set rms_norm_eps"),
+    ],
+)
+def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, mend: str, tmp_path: Path) -> None:
+    (found,) = findings(folder_of(tmp_path, **{key: value}))
+    assert found.code == code and words in found.message and mend in found.mend
+    lines = (tmp_path / "config.json").read_text().splitlines()
+    assert found.span.line == 1 if value is ... else f'"{key}"' in lines[found.span.line - 1]
+
+
+def test_all_at_once(tmp_path: Path) -> None:
+    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=96, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
+    assert [d.code for d in found] == ["MK471", "MK471", "MK472", "MK471"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' default
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1}, 512),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 512}, None),
+    ],
+)
+def test_a_context_beyond_the_window(fields: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    """MK473, unless the window holds all of the context; a context that nobody asked for stays within it."""
+    path = folder_of(tmp_path, num_key_value_heads=1, **fields)
+    assert load_checkpoint(path, None)[2] == window
+    if window is None:
+        load_checkpoint(path, 100_000)
+        return
+    load_checkpoint(path, window)
+    (found,) = findings(path, window + 1)
+    assert (found.code, found.mend) == ("MK473", f"ask for a context of at most {window} tokens: --max-kv {window}")
+    assert f"sliding_window = {window}" in found.message and f"{window + 1} tokens" in found.message
+
+
+def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
+    _, values, rows = load_checkpoint(folder_of(tmp_path, max_position_embeddings=1024, rope_scaling={"type": "linear", "factor": 2}), None)
+    assert (values["head_dim"], values["num_key_value_heads"], values["tie_word_embeddings"], rows) == (64, 2, False, 1024)
+    assert values["rope_scaling"] == {"rope_type": "linear", "factor": 2} and values["biases"] == []
+    newer = {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_theta": ..., "attention_bias": True, "mlp_bias": True}
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **newer), None)
+    assert (values["rope_theta"], values["rope_scaling"], len(values["biases"])) == (5e5, LLAMA3, 7)
+
+
+def test_frequencies() -> None:
+    plain = Rope(64, 5e5, "half").frequencies
+    assert Rope(64, 5e5, "half", RopeScaling("linear", 4.0)).frequencies == tuple(f / 4 for f in plain)
+    scaled = Rope(64, 5e5, "half", RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)).frequencies
+    ratios = [a / b for a, b in zip(plain, scaled, strict=True)]
+    assert ratios[0] == 1.0 and ratios[-1] == pytest.approx(8.0) and ratios == sorted(ratios)
+    assert any(1.1 < r < 7.9 for r in ratios)
+
+
+# Weights
+
+
+def write_weights(path: Path, count: int = 3) -> None:
+    safetensors.save_file({f"t{i}": torch.full((2, 4), float(i)) for i in range(count)}, path / "model.safetensors")
+
+
+def refused(path: Path) -> list[Diagnostic]:
+    with pytest.raises(MegadslError) as raised:
+        open_weights(path)
+    return raised.value.diagnostics
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    """MK474 without files, MK475 for every file of the index that is missing."""
+    folder_of(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    (found,) = refused(tmp_path)
+    assert found.code == "MK474" and "pytorch_model.bin, which is not read" in found.message and "save_pretrained" in found.mend
+    write_weights(tmp_path)
+    places = {"t0": "model.safetensors", "a": "b.safetensors", "b": "b.safetensors", "c": "c.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    found, other = refused(tmp_path)
+    assert found.code == other.code == "MK475" and "b.safetensors is missing" in found.message and "2 tensors" in found.message
+
+
+def test_weights_that_are_damaged(tmp_path: Path) -> None:
+    """MK476: a truncated file, one without what the index promises, an index that is none."""
+    folder_of(tmp_path)
+    write_weights(tmp_path)
+    index, file = tmp_path / "model.safetensors.index.json", tmp_path / "model.safetensors"
+    index.write_text(json.dumps({"weight_map": {"t0": file.name, "lost": file.name}}))
+    assert [(d.code, "lacks lost" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
+    index.write_text("[]")
+    assert [(d.code, "weight_map" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
+    index.unlink()
+    file.write_bytes(file.read_bytes()[:-8])
+    assert [(d.code, "checksum" in d.mend) for d in refused(tmp_path)] == [("MK476", True)]
+
+
+def test_element_types(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    tensors = {"half": torch.tensor([1.5, 2.5]).half(), "whole": torch.tensor([1, 2]), "wide": torch.tensor([1 / 3]).double()}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path)
+    assert source.load("half").tolist() == [1.5, 2.5] and source.load("wide").dtype == torch.bfloat16
+    assert [source.unreadable(name) for name in tensors] == [None, "I64", None]
+    assert source.shapes() == {"half": (2,), "whole": (2,), "wide": (1,)}
+
+
+class Watched(WeightSource):
+    """Hands on another source's tensors, and asks at each how much memory the process has that is no file's."""
+
+    def __init__(self, inner: WeightSource) -> None:
+        self.inner, self.seen = inner, [anonymous()]
+
+    def shapes(self) -> Any:
+        return self.inner.shapes()
+
+    def load(self, name: str) -> torch.Tensor:
+        tensor = self.inner.load(name)
+        self.seen.append(anonymous())
+        return tensor
+
+
+def anonymous() -> int:
+    """Bytes of the process that back no file."""
+    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_weights_are_never_copied_whole(tmp_path: Path) -> None:
+    """While they are packed, what is in memory beside the arena is a few tensors, though all files were read."""
+    wide = folder_of(tmp_path / "wide", hidden_size=256, intermediate_size=512, num_hidden_layers=24, num_attention_heads=4)
+    made = compile_model(str(wide), blocks=2, check=False)
+    source = random_weights(made.manifest)
+    safetensors.save_file({name: source.load(name) for name in needed(made.manifest)}, wide / "model.safetensors")
+    size = int(made.manifest["buffers"]["weights"])
+    watched = Watched(open_weights(wide))
+    held = [watched.load(name) for name in watched.shapes()]  # mapped: takes nothing, however many are kept
+    assert max(watched.seen) - watched.seen[0] < size / 5 and size > 30e6
+    before = anonymous()
+    arena = pack_weights(made.manifest, watched, "cpu", progress=False)
+    assert max(watched.seen) - before < arena.numel() + size / 4
+    assert len(held) == len(watched.shapes())
+
+
+# Tokenizers and the rotation
+
+
+def write_tokenizer(path: Path) -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, unk_token="a"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    inner.save(str(path / "tokenizer.json"))
+
+
+def test_a_tokenizer_beside_the_weights(tmp_path: Path) -> None:
+    folder_of(tmp_path, eos_token_id=[1, 3])
+    assert tokenizer_in(tmp_path) is None
+    write_tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
+    assert tokenizer is not None and tokenizer.encode("a b") == [2, 0, 1] and tokenizer.stop_ids == {1, 3}
+    assert tokenizer.decode([2, 0, 3]) == "a"
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"add_bos_token": True, "bos_token": {"content": "<s>"}, "eos_token": "b"}))
+    assert (tokenizer := tokenizer_in(tmp_path)) and tokenizer.encode("a") == [2, 0] and 1 in tokenizer.stop_ids
+    settings.write_text(json.dumps({"add_bos_token": False, "bos_token": "<s>"}))
+    assert (tokenizer := tokenizer_in(tmp_path)) and tokenizer.encode("a") == [0]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(MegadslError) as broken:
+        tokenizer_in(tmp_path)
+    assert broken.value.code == "MK411"
+
+
+def test_a_spec_that_rotates_otherwise(tmp_path: Path) -> None:
+    """MK424 names the scaling that the spec lacks."""
+    folder_of(tmp_path, rope_scaling=LLAMA3)
+    write_weights(tmp_path)
+    probe = SimpleNamespace(manifest={"model": "x", "rope": {"head_dim": 64, "theta": 1e4, "style": "half", "scaling": None}})
+    with pytest.raises(MegadslError) as raised:
+        Generator(probe, tmp_path, "cpu")
+    (found,) = raised.value.diagnostics
+    assert found.code == "MK424" and "scaling={'rope_type': 'llama3'" in found.mend and "scaling" not in found.message.split(", the")[0]
+
+
+def test_a_registered_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-tiny").mkdir()
+    assert compile_model("llama-tiny", blocks=2, check=False).manifest["model"] == "llama-tiny"

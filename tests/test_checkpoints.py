@@ -1,0 +1,123 @@
+"""Hugging Face directories run as they are: every family's logits are those of transformers, far positions included."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megadsl import cli
+from megadsl.driver import Compiled, compile_model
+from megadsl.dsl.checkpoints import load_checkpoint
+from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.graph import Graph, Linear
+from megadsl.reference import ReferenceModel
+from megadsl.runtime.generate import Generator
+from megadsl.runtime.weights import open_weights
+from tests.checkpoint_tools import FAMILIES, saved
+from tests.kernels import FACTOR, SLACK, compiled, distance
+from tests.test_readme import blocks
+
+tokenizers = pytest.importorskip("tokenizers")
+
+MAX_KV = 9216
+IDS, POSITIONS = [3, 77, 500, 41, 8], [0, 1, 700, 9000, 9001]
+TOKENS = len(IDS)
+
+
+def transformers_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        ids, positions = torch.tensor([IDS]), torch.tensor([POSITIONS])
+        # with a mask of its own, transformers does not take far positions for a second text
+        found: torch.Tensor = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits[0]
+        return found
+
+
+def reference_logits(graph: Graph, folder: Path, mode: str) -> torch.Tensor:
+    source = open_weights(folder)
+    weights = {name: source.load(name) for name in source.shapes()}
+    return ReferenceModel(graph, weights, 16, mode).step(IDS, POSITIONS)
+
+
+def unscaled(graph: Graph) -> Graph:
+    """The graph with plain rotary frequencies."""
+
+    def plain(op: Linear) -> Linear:
+        parts = (replace(p, rope=None if p.rope is None else replace(p.rope, scaling=None)) for p in op.parts)
+        return replace(op, parts=tuple(parts))
+
+    return replace(graph, ops=tuple(plain(op) if isinstance(op, Linear) else op for op in graph.ops))
+
+
+def made(family: str, folder: Path) -> Compiled:
+    if family == "qwen2":  # the kernel of the command line below
+        return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
+    kernel, fields, _ = load_checkpoint(folder, MAX_KV)
+    return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
+
+
+def in_parts(s: ScheduleBlock) -> None:
+    """A bias is added where the parts of the columns are, too."""
+    s["down_proj"].columns(ways=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = tmp_path / family
+    model = saved(family, folder, max_shard_size="200KB" if family == "qwen2" else "1GB")
+    assert (folder / "model.safetensors.index.json").exists() == (family == "qwen2")
+    ours, theirs = made(family, folder), transformers_logits(model)
+    exact, rounded = (reference_logits(ours.graph, folder, mode) for mode in ("fp32", "bf16"))
+    assert distance(exact, theirs) < 2e-3  # transformers takes angles in fp32
+    scaled = "rope_parameters" in model.config.to_dict() and model.config.rope_parameters["rope_type"] != "default"
+    assert (distance(reference_logits(unscaled(ours.graph), folder, "fp32"), theirs) > 0.1) == scaled
+    logits = Generator(ours, folder, "cpu").step(IDS, POSITIONS)
+    assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
+
+
+def write_tokenizer(folder: Path, **settings: Any) -> None:
+    """Every word is its number in the vocabulary."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(512)}, unk_token="0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["megadsl", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return int(exit_.value.code or 0)
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "qwen2"
+    model = saved("qwen2", folder)
+    write_tokenizer(folder, bos_token="7", add_bos_token=True)
+    arguments = (str(folder), "--device", "cpu", "--tokens", str(TOKENS), "--max-kv", str(MAX_KV))
+    assert run(monkeypatch, "run", *arguments, "--prompt", "3 77 500 41", "--max-new-tokens", "4", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt_ids"] == [7, 3, 77, 500, 41]
+    ids = torch.tensor([result["prompt_ids"]])
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert result["ids"] == whole[0, 5:].tolist() and result["text"].split() == [str(i) for i in result["ids"]]
+    assert run(monkeypatch, "check", str(folder)) == 0
+
+
+def test_the_readme(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its example works, with a smaller checkpoint, in the emulator."""
+    folder = tmp_path / "qwen2"
+    saved("qwen2", folder)
+    write_tokenizer(folder)
+    (example,) = [text for text in blocks((repository / "README.md").read_text(), "python") if "folder" in text]
+    swaps = {"path/to/Qwen2.5-0.5B": str(folder), "max_kv=4096": f"max_kv={MAX_KV}, tokens={TOKENS}, blocks=2", '"cuda"': '"cpu"'}
+    for ours, here in {**swaps, "Once upon": "3 77", ", 32)": ", 3)"}.items():
+        assert ours in example
+        example = example.replace(ours, here)
+    exec(compile(example, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) == 3
