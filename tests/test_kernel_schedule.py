@@ -193,6 +193,22 @@ def test_one_sync_everywhere(slots: int) -> None:
     judge(made, Bench(made).weights, some, sentinel)
 
 
+def beside_polls(s: ScheduleBlock) -> None:
+    for op in VALUES:
+        s[op].sync(mk.Sentinel())
+    for op in ("attention", *LINEARS):
+        s[op].gather("shared")
+    hold(2, "qkv_proj", "gate_up_proj", "down_proj", "lm_head")(s)
+
+
+def test_tiles_are_taken_while_polls_are_under_way() -> None:
+    """Four blocks own as many units each, which therefore lie densely."""
+    made = compiled("llama-tiny", tokens=TOKENS, blocks=4, configure=beside_polls)
+    assert made.source.count("mk::Meanwhile") == 4
+    _, expected = default()
+    assert all(a.same(b) for a, b in zip(play(beside_polls, blocks=4), expected, strict=True))
+
+
 @pytest.mark.parametrize("splits", [1, 5])
 def test_splits(splits: int) -> None:
     def configure(s: ScheduleBlock) -> None:

@@ -174,8 +174,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     const bool fresh = unit.fresh && cached % classes == warp;   // this warp takes this step's row
     const u32 ancestors = fresh ? ptx::ld_global<u32>(block.cx.control->ancestors) : 0;
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
-    // A unit of no more chunks than warps is taken out of the ring before its queries are there.
-    const bool early = cached <= classes;
+    const bool early = cached <= classes;  // then the unit is taken out of the ring before its queries are there
     const smem_ptr<char> row = block.template at<char>(s.fresh);
     LaneChunk<T> chunk = {};
     if (early) hold_unit(block, reader, ring_site, unit, chunk);

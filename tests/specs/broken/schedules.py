@@ -318,10 +318,24 @@ def more_held_than_a_batch(s: ScheduleBlock) -> None:
     # mend: registers=9 => registers=«at most (\d+)»
 
 
-def registers_for_tags(s: ScheduleBlock) -> None:
-    s["o_proj"].gather("registers")
-    # MK244 `s["o_proj"].gather(` | 'o_proj' cannot gather its input into registers: 'attention' is not dense | use mk.Sentinel() for it
-    # mend: "registers" => "shared"
+def gathered_by_an_embedding(s: ScheduleBlock) -> None:
+    s["qkv_proj"].sync(mk.Sentinel())
+    s["embed"].gather("registers")
+    # MK244 `s["embed"].gather(` | 'embed' cannot gather its input into registers: it gathers nothing | use it for linears and attention
+    # mend: "embed" => "attention"
+
+
+def gathered_behind_a_sum(s: ScheduleBlock) -> None:
+    s["lm_head"].gather("registers")
+    # MK244 `s["lm_head"].gather(` | its prologue is neither one value nor factored | use .gather("shared")
+    # mend: .gather("registers") => «.gather("shared")»
+
+
+def gathered_under_tags(s: ScheduleBlock) -> None:
+    s["qkv_proj"].sync(mk.Tagged(slots=4))
+    s["attention"].gather("registers")
+    # MK244 `s["attention"].gather(` | 'qkv_proj' is not dense | use mk.Sentinel() for it and at most
+    # mend: mk.Tagged(slots=4) => «mk.Sentinel()»
 
 
 def parts_of_one_tile(s: ScheduleBlock) -> None:
