@@ -84,7 +84,7 @@ def test_edges() -> None:
     assert edges["x"]["producer -> readers"] == "embed_tokens, then down_proj -> qkv_proj, o_proj, lm_head"
     assert edges["x"] | {"producer -> readers": ""} == {
         "value": "x", "producer -> readers": "", "sync": "Sentinel", "level": "gpu", "slots": "4", "vectors": "132 x 2",
-        "polled bytes per block": f"{256 * 16:,}",
+        "polled bytes per block": f"{(256 + 2) * 16:,}",  # as the input of qkv_proj; and its own rows as a residual
     }  # fmt: skip
     assert edges["gate_up_proj"]["polled bytes per block"] == f"{1024 * 16:,}"
     _, tagged = explained("llama-tiny")

@@ -15,9 +15,9 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Plan
 from megadsl.lower.launches import launches
 from megadsl.machine import machine
-from tests.check_tools import kv_loader, plan, without
+from tests.check_tools import plan, without
 from tests.kernels import Bench, compiled, steps
-from tests.schedules import everywhere
+from tests.schedules import everywhere, kv_loader
 
 SIZES = [(0, 2), (70, 1), (33, 2)]
 

@@ -104,7 +104,7 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
     count = blocks if blocks is not None else best_blocks(graph, machine)
     few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
-    window = WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES
+    window = min(WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES, machine.smem_per_block)
     meeting = window if few else MEETING_BYTES
     ops = tuple(_default_op(op, count, graph.tokens) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)

@@ -308,8 +308,8 @@ def role_without_warps(s: ScheduleBlock) -> None:
 
 def held_rows(s: ScheduleBlock) -> None:
     s["attention"].prefetch(registers=2)
-    # MK243 `s["attention"].prefetch(` | it streams no weights of its own | hold tiles of the linears
-    # mend: "attention" => "o_proj"
+    # MK243 `s["attention"].prefetch(` | each warp holds one chunk at most | use registers=1 or registers=0
+    # mend: registers=2 => registers=«1»
 
 
 def more_held_than_a_batch(s: ScheduleBlock) -> None:
