@@ -1,4 +1,4 @@
-// The loader's tape: what one block streams, as a few runs per op in shared memory, built once per launch.
+// The loader's tape: what one block streams, as a few runs per op in shared memory, written while it is first played.
 //
 // A run is contiguous bytes in steps of one stage. Splits, distances, hints and windows are in the entries, not in code, so
 // one short loop serves all ops and layers; a table entry per copy would make the loader's lane the bottleneck.
