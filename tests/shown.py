@@ -17,7 +17,7 @@ from megadsl.diagnostics import Diagnostic
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tools" / "shown.json"
-TEMPORARY = re.compile(r"[^\s'\"(]*/pytest-of-[^/\s]+/pytest-\d+/[^/\s'\")]+(/|\b)")
+TEMPORARY = re.compile(r"[^\s'\"(]*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[^/\s'\")]+(/|\b)")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl explain llama-3.2-1b --tokens 4, or: megadsl explain MK113"
 
-CODE_UNKNOWN = declare("MK226", "no diagnostic has the code {name}", "near ones: {near}; docs/diagnostics lists all {count}")
+CODE_UNKNOWN = declare("MK226", "no diagnostic has the code {name}", "near ones: {near}; docs/diagnostics lists them all")
 
 _CODE = re.compile(r"MK\d+", re.IGNORECASE)
 _WIDTH = 240  # columns, whatever the terminal has: a long line that wraps reads better than folded cells
@@ -53,7 +53,7 @@ def _page(code: str) -> str:
     pages = {path.stem: path for path in resources.diagnostics().glob("MK*.md")}
     if code not in pages:
         near = get_close_matches(code, sorted(pages), n=3, cutoff=0)
-        raise error(CODE_UNKNOWN, name=code, near=", ".join(near), count=len(pages))
+        raise error(CODE_UNKNOWN, name=code, near=", ".join(near))
     return pages[code].read_text(encoding="utf-8")
 
 
