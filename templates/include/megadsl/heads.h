@@ -7,29 +7,6 @@
 
 namespace mk {
 
-// A chunk of 16 KV rows as a lane's operands.
-template <class T>
-struct LaneChunk {
-  u32x4 key[2][T::kPanels], value[T::kHeadDim / 16];
-
-  MK_DEV void load(smem_ptr<char> chunk, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < 2 * T::kPanels; ++i)
-      key[i / T::kPanels][i % T::kPanels] = ptx::ld_shared<u32x4>(chunk.template at<u32x4>((i * 8 + lane / 4) * 64 + lane % 4 * 16));
-#pragma unroll
-    for (u32 i = 0; i < T::kHeadDim / 16; ++i) value[i] = ptx::ld_shared<u32x4>(chunk.template at<u32x4>(T::kKeyBytes + (i * 32 + lane) * 16));
-  }
-  // Behind it all of it is there: only then may the stage that it came from be filled anew.
-  MK_DEV void await() const {
-    u32 seen = 0;
-#pragma unroll
-    for (u32 i = 0; i < 2 * T::kPanels; ++i) seen ^= key[i / T::kPanels][i % T::kPanels].w;
-#pragma unroll
-    for (u32 i = 0; i < T::kHeadDim / 16; ++i) seen ^= value[i].w;
-    ptx::await(seen);
-  }
-};
-
 // The unit's queries as operands: lane (g, q) polls unit q of each panel of query row g.
 template <class T>
 struct LaneQueries {
@@ -82,14 +59,14 @@ struct LaneSoftmax {
   float out[T::kHeadDim / 8][4] = {};  // of row g + 8, which does not exist, the last two
 
   // Takes a chunk of which the rows of `seen` exist and are attended to.
-  MK_DEV void take(const LaneChunk<T>& chunk, const LaneQueries<T>& queries, u32 lane, float scale_log2, u32 seen) {
+  MK_DEV void take(const HeldChunk<T>& chunk, const LaneQueries<T>& queries, u32 lane, float scale_log2, u32 seen) {
     const u32 q = lane % 4;
     float score[2][4] = {};
 #pragma unroll
     for (u32 p = 0; p < T::kPanels; ++p)
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const u32x4 k = chunk.key[half][p], x = queries.at[p];
+        const u32x4 k = chunk.keys(half, p), x = queries.at[p];
         ptx::mma_m16n8k16(score[half], x.x, 0, x.y, 0, k.x, k.y);
         ptx::mma_m16n8k16(score[half], x.z, 0, x.w, 0, k.z, k.w);
       }
@@ -120,7 +97,7 @@ struct LaneSoftmax {
     const u32 keep0 = row_bits(seen >> (2 * q)), keep1 = row_bits(seen >> (8 + 2 * q));
 #pragma unroll
     for (u32 i = 0; i < T::kHeadDim / 16; ++i) {
-      const u32x4 v = chunk.value[i];
+      const u32x4 v = chunk.values(i);
       ptx::mma_m16n8k16(out[2 * i], p0, 0, p1, 0, v.x & keep0, v.y & keep1);
       ptx::mma_m16n8k16(out[2 * i + 1], p0, 0, p1, 0, v.z & keep0, v.w & keep1);
     }
@@ -146,13 +123,13 @@ struct LaneSoftmax {
 
 // Takes a unit's cached chunks out of the ring, at most one for each warp.
 template <class T, class B, class R>
-MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, LaneChunk<T>& chunk) {
+MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, HeldChunk<T>& chunk) {
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 cached = unit.end - unit.begin, warp = block.warp();
 #pragma unroll 1
   for (u32 stage = 0; stage * kPerStage < cached; ++stage) {
     const smem_ptr<char> from = reader.wait_stage(site, unit.begin + stage * kPerStage);
-    if (warp / kPerStage == stage && warp < cached) chunk.load(from.template at<char>(warp % kPerStage * T::kChunkBytes), block.lane());
+    if (warp / kPerStage == stage && warp < cached) chunk.load({from.template at<char>(warp % kPerStage * T::kChunkBytes), block.lane()});
     chunk.await();
     reader.release();
   }
@@ -176,7 +153,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     const bool early = cached <= classes;  // then the unit is taken out of the ring before its queries are there
     const smem_ptr<char> row = block.template at<char>(s.fresh);
-    LaneChunk<T> chunk = {};
+    HeldChunk<T> chunk = {};
     if (early) hold_unit(block, reader, ring_site, unit, chunk);
     LaneQueries<T> queries;
     LaneSoftmax<T> state;
@@ -195,7 +172,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
 #pragma unroll 1
       for (; next < end; next += classes) {
         const bool old = next < cached;
-        if (lies || !old) chunk.load(from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane);
+        if (lies || !old) chunk.load({from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane});
         const u32 rows_there = min_u32(kChunkRows, step.kv_len - min_u32((unit.begin + next) * kChunkRows, step.kv_len));
         state.take(chunk, queries, lane, scale_log2, old ? (1u << rows_there) - 1 : ancestors & ((1u << step.tokens) - 1));
       }
