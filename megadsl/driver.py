@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
-from megadsl.check import Report, check_plan
+from megadsl.check import Report, check_plan, without_needless_barriers
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.kernel import Kernel, require_kernel
@@ -74,6 +74,7 @@ def compile_model(
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
+    state.plan = without_needless_barriers(state.plan)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))

@@ -127,7 +127,7 @@ BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier
     "run_embed": ("embed.h", 1, "embed"),
     "publish": ("block.h", 2, "publish"),
     "reduce_best": ("sample.h", 2, "argmax"),
-    "choose_tokens": ("sample.h", 2, "argmax"),
+    "choose_tokens": ("sample.h", 1, "argmax"),
 }
 
 

@@ -228,7 +228,6 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "candidates": ("default", unmet("argmax", "candidates"), "MK510", ("'lm_head.candidates'",)),
     "winners": ("default", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
     "choice": ("default", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
-    "chosen tokens": ("default", unmet("argmax", "end"), "MK510", ("'control.next_ids'",)),
     "scales": ("default", unmet("matrix", "partials"), "MK510", ("'scalars'",)),
     "last elements": ("default", unmet("matrix", "gathered"), "MK510", ("'partials'",)),
     "reductions": ("reduced", without("sync"), "MK510", ("writes activations: gather", "reduce of")),

@@ -146,7 +146,7 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
     lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
     assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
     refused = edited(facts.plan, lambda i: None if i.call == "gather" else i)
-    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain", "Publication::publish", "run_attention"}
+    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain"}
     shutil.copytree(include() / "megadsl", tmp_path / "megadsl")
     with (tmp_path / "megadsl" / "block.h").open("a") as header:
         header.write("if (ptx::ld_shared_volatile(smem.meeting) != 0) return;\n")

@@ -24,10 +24,11 @@ from megadsl.machine import DEFAULT_ARCH, machine
 from tools.syncs import synced
 
 CASES = (
-    *("smollm2-135m", "llama-3.2-1b", "llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved"),
-    *("llama-tiny/sentinel", "llama-tiny/flag"),
+    *("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"),
+    *("llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved", "llama-tiny-biased", "qwen3-tiny"),
+    *("llama-tiny/sentinel", "llama-tiny/flag", "llama-tiny-odd/sentinel"),
 )
-TOKENS = {"llama-tiny": 2, "llama-tiny-odd": 1, "llama-tiny-wide": 1, "llama-tiny-interleaved": 1}
+TOKENS = {"llama-tiny": 2, "llama-tiny-odd": 1, "llama-tiny-wide": 1, "llama-tiny-interleaved": 1, "llama-tiny-biased": 1, "qwen3-tiny": 1}
 MAX_KV = 64
 
 

@@ -132,7 +132,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::begin_op(cx, block);
     const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
     mk::run_embed(block, s.embed_tokens, step, out);
-    out.publish(block, 6);
+    out.publish<false>(block, 6);
     mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
   }
 
@@ -173,13 +173,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }}, qkv_proj_held);
-      out.publish(block, 10);
+      out.publish<false>(block, 10);
     }
 
     // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
     {
       mk::begin_op(cx, block);
-      mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
+      mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, false>(
           block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
           s.attention_parts_exchange, epoch * layers + layer);
     }
@@ -191,7 +191,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
       mk::hold_stages(block, read_loader, 13, 0, s.o_proj, o_proj_held);
       mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-      out.publish(block, 15);
+      out.publish<true>(block, 15);
     }
 
     // o_proj: 576 x 576  [llama.py:34]
@@ -213,7 +213,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           },
           mk::Unscaled{}, o_proj_held);
-      out.publish(block, 17);
+      out.publish<true>(block, 17);
       mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
     }
 
@@ -251,7 +251,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
                        }}, gate_up_proj_held);
-      out.publish(block, 21);
+      out.publish<true>(block, 21);
     }
 
     // down_proj: 576 x 1536  [llama.py:44]
@@ -275,7 +275,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
           },
           mk::Unscaled{}, down_proj_held);
-      out.publish(block, 24);
+      out.publish<true>(block, 24);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
     }
   }

@@ -344,7 +344,7 @@ class Stream:
         winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step, ("winners",))
         candidates = Access(area, begin, threads * 8, True, step, ("candidates",))
         choice = replace(candidates, holds=("choice",))
-        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",))
+        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",), solo=True)
         yield candidates
         yield from self._meet(step.instr, "candidates")
         yield from (_reading(candidates), winners)
@@ -355,7 +355,6 @@ class Stream:
             yield from self._meet(step.instr, "choice")
             yield _reading(choice)
             yield tokens
-            yield from self._meet(step.instr, "end")
             yield _reading(tokens)  # finish_step() hands them to the next launch
 
 

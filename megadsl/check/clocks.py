@@ -321,7 +321,7 @@ class Player:
         self._barrier(instr, "candidates", "winners")
         clocks.publish(step, str(instr.args["value"]), step.round(), clocks.everybody)
         clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polls.chosen(clocks.device)])
-        self._barrier(instr, "choice", "end", mask=block0)
+        self._barrier(instr, "choice", mask=block0)
 
     def _cached(self, instr: Instr, make: Callable[[Device, Instr], T], kind: str = "") -> T:
         """A layer's polls are those of every layer."""

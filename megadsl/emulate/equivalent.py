@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megadsl.check import check_plan
-from megadsl.check.edits import edited
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import Mutant, Place
@@ -35,14 +34,6 @@ class Facts:
     def passes(self, function: str) -> bool:
         """Whether any launch synchronised within a function of the headers, by its bare name."""
         return any(frame.function.rpartition("::")[2] == function for place in self.places for frame in place.frames)
-
-    def proved_without(self, call: str, op: str, barrier: str) -> bool:
-        """Whether the checker finds nothing when an instruction of the plan does not meet at one of its barriers."""
-        without = edited(
-            self.plan,
-            lambda i: replace(i, syncs=tuple(s for s in i.syncs if s != barrier)) if (i.call, i.op) == (call, op) else i,
-        )
-        return without != self.plan and not check_plan(without).findings
 
     def lines(self, pattern: str) -> list[str]:
         """The lines of all headers of the kernel in which a regular expression is found."""
@@ -88,18 +79,6 @@ def _only_a_window(_: Place, facts: Facts) -> bool:
     return [line.startswith("MK_DEV u32 now() const") for line in reads] == [True] and asks == ["while (in_flight >= window.now())"]
 
 
-def _proved_without_done(place: Place, facts: Facts) -> bool:
-    return facts.proved_without("publish", place.op, "done")
-
-
-def _proved_without_idle(place: Place, facts: Facts) -> bool:
-    """The barrier is the one of a block without a unit, which is run_attention's last."""
-    line = next(f.line for f in place.frames if f.function.removeprefix("mk::") == "run_attention")
-    text = (facts.headers / "megadsl" / "attention.h").read_text().splitlines()
-    last = max(i for i, found in enumerate(text, 1) if "block.sync()" in found)
-    return line == last and facts.proved_without("attention", place.op, "idle")
-
-
 EQUIVALENT = (
     Equivalent(
         Point.PHASE,
@@ -137,20 +116,6 @@ EQUIVALENT = (
         "finish_step",
         "only a launch that gives up writes the word, its results do not count, and none did",
         _nobody_gave_up,
-    ),
-    Equivalent(
-        Point.BLOCK_BARRIER,
-        Change.DROP,
-        "Publication::publish",
-        "the checker proves this plan without the barrier behind the publication: the next op meets before it writes what was read",
-        _proved_without_done,
-    ),
-    Equivalent(
-        Point.BLOCK_BARRIER,
-        Change.DROP,
-        "run_attention",
-        "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
-        _proved_without_idle,
     ),
 )
 

@@ -370,7 +370,7 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
     site = builder.site(role, op.name, "exchange", "round of the best candidates", op.span)
     region = Region("exchange", best, Level.GPU, "epoch")
     control = Region("control", "next_ids", Level.GPU)
-    syncs, args = ("candidates", "winners", "choice", "end"), {"value": best, "round": "epoch"}
+    syncs, args = ("candidates", "winners", "choice"), {"value": best, "round": "epoch"}
     return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), syncs=syncs, args=args)
 
 

@@ -74,6 +74,8 @@ struct Publication : Outgoing<Wire, B::kTokens> {
   MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged)
       : Outgoing<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads) {}
 
+  // kMeets: others write where the results came from before the block meets anyway.
+  template <bool kMeets>
   MK_DEV void publish(const B& block, u32 site) const {
     const bool lost = lost_signal(site);
     if (kSolo) {
@@ -82,7 +84,7 @@ struct Publication : Outgoing<Wire, B::kTokens> {
         if (!lost) this->send();
         trace(block.cx, Event::kEnd, site);
       }
-      block.sync();  // now others may write where the results came from
+      if (kMeets) block.sync();
       return;
     }
     if (!lost) this->send();

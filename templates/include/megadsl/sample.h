@@ -83,7 +83,8 @@ MK_DEV void choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
     // All logits NaN: no candidate ever won. Token 0 keeps the next launch inside the table.
     ptx::st_global<u32>(block.cx.control->next_ids + block.thread, winner.index == 0x7fffffffu ? 0u : winner.index);
   }
-  block.sync();
+  static_assert(kTokens <= kWarpSize, "one warp has all tokens, for finish_step to hand on");
+  if (kTokens > 1 && block.warp() == 0) ptx::syncwarp();
   trace(block.cx, Event::kEnd, site);
 }
 
