@@ -26,8 +26,8 @@ from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.lower.operands import kept_values
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
-from megadsl.runtime.generate import Generator
-from megadsl.runtime.program import Replay
+from megadsl.runtime.pack import pack_weights
+from megadsl.runtime.program import Program, Replay
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 from megadsl.types import KIB
 
@@ -104,25 +104,28 @@ def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int 
 
 def medians(made: Mapping[str, Compiled], tokens: int, kv: int) -> dict[str, float]:
     """Milliseconds of a step of each, in rounds that all take part in; all on the same random weights."""
-    manifest = next(iter(made.values())).manifest
-    source = random_weights(manifest, seed=7, device="cuda")
-    weights = TensorSource({n: source.load(n) for n in needed(manifest)})
-    runs: list[tuple[str, Replay, Generator]] = []
+    first = next(iter(made.values())).manifest
+    source = random_weights(first, seed=7, device="cuda")
+    weights = TensorSource({n: source.load(n) for n in needed(first)})
+    arenas: dict[str, torch.Tensor] = {}
+    runs: list[tuple[str, Replay, Program]] = []
     for name, compiled in made.items():
-        generator = Generator(compiled, weights, "cuda", progress=False)
-        generator.kv_len = kv
+        layout = json.dumps(compiled.manifest["pack"])
+        if layout not in arenas:  # where weights lie is worth up to half a percent: variants with the same layout share them
+            arenas[layout] = pack_weights(compiled.manifest, weights, "cuda", progress=False)
+        program = Program(compiled.manifest, compiled.source, "cuda", arenas[layout])
         masks = [(2 << i) - 1 for i in range(tokens)]
-        generator.program.control.set_inputs(kv, list(range(1, tokens + 1)), list(range(kv, kv + tokens)), masks)
-        runs.append((name, generator.program.capture(), generator))
+        program.control.set_inputs(kv, list(range(1, tokens + 1)), list(range(kv, kv + tokens)), masks)
+        runs.append((name, program.capture(), program))
     times: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     for round_ in range(ROUNDS + 1):
-        for name, step, generator in runs:
+        for name, step, program in runs:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(REPLAYS):
                 step.replay()
             end.record()
-            generator.program.check()
+            program.check()
             if round_:
                 times[name].append(begin.elapsed_time(end) / REPLAYS)
     return {name: statistics.median(found) for name, found in times.items()}
