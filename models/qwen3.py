@@ -9,9 +9,11 @@ import megadsl as mk
 
 @mk.kernel
 def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
-    """Logits and the greedy next token for up to ``tokens`` new tokens. ``cfg`` has the fields of a Hugging Face Qwen3Config."""
+    """Logits and the greedy next token for up to ``tokens`` new tokens. ``cfg`` has the fields of a Hugging Face Qwen3Config, and in
+    ``biases`` the names of the projections that have one: all four of the attention, or none."""
     hidden, inter, eps = cfg.hidden_size, cfg.intermediate_size, cfg.rms_norm_eps
     heads, kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    q_rows, kv_rows, biased = heads * head_dim, kv_heads * head_dim, "o_proj" in getattr(cfg, "biases", ())
     embed_tokens = mk.weight("model.embed_tokens", (cfg.vocab_size, hidden))
 
     x = mk.embed(embed_tokens, mk.input_ids(tokens))
@@ -19,18 +21,21 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
         h = mk.rms_norm(x, layer.weight("input_layernorm", hidden), eps=eps)
         q, k, v = mk.linear(
             h,
-            layer.weight("self_attn.q_proj", (heads * head_dim, hidden)),
-            layer.weight("self_attn.k_proj", (kv_heads * head_dim, hidden)),
-            layer.weight("self_attn.v_proj", (kv_heads * head_dim, hidden)),
+            layer.weight("self_attn.q_proj", (q_rows, hidden)),
+            layer.weight("self_attn.k_proj", (kv_rows, hidden)),
+            layer.weight("self_attn.v_proj", (kv_rows, hidden)),
+            bias=[layer.weight(f"self_attn.{n}_proj.bias", q_rows if n == "q" else kv_rows) for n in "qkv"] if biased else None,
         )
         q = mk.rms_norm(q, layer.weight("self_attn.q_norm", head_dim), eps=eps, head_dim=head_dim)
         k = mk.rms_norm(k, layer.weight("self_attn.k_norm", head_dim), eps=eps, head_dim=head_dim)
-        q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta)
+        q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, scaling=getattr(cfg, "rope_scaling", None))
         a = mk.attention(q, layer.kv_cache(kv_heads, head_dim).append(k, v), heads=heads)
-        x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, heads * head_dim)))
+        o_bias = [layer.weight("self_attn.o_proj.bias", hidden)] if biased else None
+        x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)
         h = mk.rms_norm(x, layer.weight("post_attention_layernorm", hidden), eps=eps)
         gate, up = mk.linear(h, layer.weight("mlp.gate_proj", (inter, hidden)), layer.weight("mlp.up_proj", (inter, hidden)))
-        x = x + mk.linear(mk.map("silu(gate) * up", gate=gate, up=up), layer.weight("mlp.down_proj", (hidden, inter)))
+        activated = mk.map(f"{getattr(cfg, 'activation', 'silu')}(gate) * up", gate=gate, up=up)
+        x = x + mk.linear(activated, layer.weight("mlp.down_proj", (hidden, inter)))
 
     h = mk.rms_norm(x, mk.weight("model.norm", hidden), eps=eps)
     lm_head = embed_tokens if cfg.tie_word_embeddings else mk.weight("lm_head", (cfg.vocab_size, hidden))

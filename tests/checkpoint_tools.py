@@ -20,6 +20,7 @@ LLAMA = SHAPE | {
     "head_dim": 64,
 }  # llama-tiny: tests share its kernels
 ODD = SHAPE | {"hidden_size": 80, "intermediate_size": 1100, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64}
+QWEN3 = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 QWEN2 = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -41,6 +42,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": plain(1e6)}),
     "qwen2": ("Qwen2", QWEN2 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
+    "qwen3": ("Qwen3", QWEN3 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
+    "qwen3-biased": ("Qwen3", QWEN3 | {"attention_bias": True, "rope_parameters": LLAMA3}),
 }
 
 

@@ -15,7 +15,7 @@ from megadsl import cli
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.checkpoints import load_checkpoint
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.ir.graph import Graph, Linear
+from megadsl.ir.graph import Attention, Graph, Linear, Op, Rope
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
@@ -47,11 +47,19 @@ def reference_logits(graph: Graph, folder: Path, mode: str) -> torch.Tensor:
 def unscaled(graph: Graph) -> Graph:
     """The graph with plain rotary frequencies."""
 
-    def plain(op: Linear) -> Linear:
-        parts = (replace(p, rope=None if p.rope is None else replace(p.rope, scaling=None)) for p in op.parts)
-        return replace(op, parts=tuple(parts))
+    def rotated(rope: Rope | None) -> Rope | None:
+        return None if rope is None else replace(rope, scaling=None)
 
-    return replace(graph, ops=tuple(plain(op) if isinstance(op, Linear) else op for op in graph.ops))
+    def plain(op: Op) -> Op:
+        match op:
+            case Linear():
+                return replace(op, parts=tuple(replace(p, rope=rotated(p.rope)) for p in op.parts))
+            case Attention():  # heads that are mapped are rotated behind that
+                return replace(op, rope=rotated(op.rope))
+            case _:
+                return op
+
+    return replace(graph, ops=tuple(plain(op) for op in graph.ops))
 
 
 def made(family: str, folder: Path) -> Compiled:

@@ -61,6 +61,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture(
         "llama.py", "decode_step", "large", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, {"": QKV}, True
     ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3.py",
+        "decode_step",
+        "decode_step",
+        {"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        {"attention_bias": (*QKV, *OUT)},
+        True,
+    ),
 }
 
 # Names of activations in config.json -> functions of mk.map.
