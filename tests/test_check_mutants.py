@@ -171,6 +171,12 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "one slot of tags": ("default", lambda p: with_exchange(p, "x", slots=1), "MK542", ("1 slots", "at least 2")),
     "slots that no mask picks": ("default", lambda p: with_exchange(p, "x", slots=3), "MK542", ("power of two",)),
     "a producible empty value": ("sentinel", lambda p: with_exchange(p, "o_proj", dtype="u32"), "MK543", ("u32", "mk.Tagged")),
+    "a table's bits taken for results": (
+        "sentinel",
+        arguments("publish", raw=False),
+        "MK543",
+        ("'x' carries bf16", "sends what it was given"),
+    ),
     "flag before its payload": ("flag", unmet("publish", "flag"), "MK544", ("no barrier", "st.release of the flag")),
     "flag before its parts": ("flag", unmet("attention", "published"), "MK544", ("attention.parts",)),
     "a round left out": ("default", lambda p: edited(p, layered("o_proj", "epoch * layers + 2 * layer")), "MK545", ("round",)),

@@ -143,7 +143,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
       mk::LaneParts<QkvProjTiles, Block> vector_input_layernorm;  // input_layernorm
       mk::hold_vector(block, read_loader, 7, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
       mk::hold_stages(block, read_loader, 8, 1, s.qkv_proj, qkv_proj_held);
@@ -188,7 +188,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
       mk::hold_stages(block, read_loader, 13, 0, s.o_proj, o_proj_held);
       mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
       out.publish<true>(block, 15);
@@ -197,7 +197,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // o_proj: 576 x 576  [llama.py:34]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
       const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
       mk::run_direct<kBatch, OProjTiles, false, 0>(
@@ -221,7 +221,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
       mk::LaneParts<GateUpProjTiles, Block> vector_post_attention_layernorm;  // post_attention_layernorm
       mk::hold_vector(block, read_loader, 18, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
       mk::hold_stages(block, read_loader, 19, 1, s.gate_up_proj, gate_up_proj_held);
@@ -258,7 +258,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
       mk::hold_stages(block, read_loader, 22, 0, s.down_proj, down_proj_held);
       const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
       const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results

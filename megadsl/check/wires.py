@@ -2,7 +2,8 @@
 
 * A writer's and a reader's format are the exchange's, and reach as far as the exchange: every block of the GPU.
 * Sentinel: at least 4 slots, so that a whole exchange lies between emptying a slot and filling it (docs/ptx-notes.md says why
-  PTX promises nothing for fewer); types alone whose all-ones the writer can canonicalise (payloads.py, exchange.h).
+  PTX promises nothing for fewer); types alone whose all-ones the writer can canonicalise (payloads.py, exchange.h), and does where
+  it sends bits that it did not compute.
 * Flag: the block meets between its payload and the one release that stands for it.
 * Rounds: each launch publishes the rounds from f(epoch) to f(epoch + 1) - 1, each once, in order, f linear in the epoch. So
   rounds never repeat below 2^32, and at 2^32 they go on at 0, since the slot (a power of two) and the 16-bit tag both divide
@@ -21,6 +22,7 @@ from megadsl.check.model import Device, Step
 from megadsl.check.payloads import carried_by_sentinel
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
+from megadsl.ir.graph import Embed
 from megadsl.ir.plan import FIRST_EPOCH, Exchange, Instr
 from megadsl.types import Level
 
@@ -66,6 +68,7 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
         for instr in (step.instr, *step.instr.body):
             _ends(device, instr, findings)
         _release(device, step, findings)
+        _raw(device, step, findings)
     for e in device.plan.exchanges:
         _kind(e, findings)
     _rounds(device, findings)
@@ -97,6 +100,17 @@ def _release(device: Device, step: Step, findings: Findings) -> None:
             ("consumer, thread 0", ["", "no barrier", "st.release of the flag"]),
         ]
         findings.add(RELEASE, instr.span, rows, op=instr.op, value=e.name)
+
+
+def _raw(device: Device, step: Step, findings: Findings) -> None:
+    """Bits that are sent as they lie in a table are looked at for the empty value; conversions never make it (ptx::to_bf16)."""
+    instr = step.instr
+    if instr.call != "publish" or instr.args["raw"] or not isinstance(device.op(instr.op), Embed):
+        return
+    e = device.exchanges[str(instr.args["value"])]
+    if e.wire == "Sentinel":
+        rows = [("consumer", [f"sends what it was given: {shown(instr)}"]), (f"exchange {e.name}", [f"{e.wire}, {e.dtype}"])]
+        findings.add(EMPTY, instr.span, rows, op=instr.op, value=e.name, dtype=e.dtype)
 
 
 def _kind(e: Exchange, findings: Findings) -> None:

@@ -42,6 +42,17 @@ def emit(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+def _wire(plan: Plan, value: str, wire: str) -> str:
+    """How an exchange's vectors are read."""
+    return f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}"
+
+
+def _published(plan: Plan, instr: Instr) -> str:
+    """How a publication's vectors are written."""
+    wire = _wire(plan, str(instr.args["value"]), str(instr.args["wire"]))
+    return f"mk::Converted<{wire}>" if instr.args["wire"] == "Sentinel" and not instr.args["raw"] else wire
+
+
 def _helpers(plan: Plan) -> dict[str, Any]:
     ops = [op.name for op in plan.graph.ops]
     linears = [op for op in plan.graph.ops if isinstance(op, Linear)]
@@ -58,7 +69,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "together": lambda op: tiles_together(op, plan.schedule),
-        "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
+        "wire": lambda value, wire: _wire(plan, value, wire),
+        "published": lambda instr: _published(plan, instr),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,

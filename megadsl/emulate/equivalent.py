@@ -16,6 +16,7 @@ from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import Mutant, Place
 from megadsl.ir.plan import Plan
+from megadsl.lower.programs import instructions
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ def _only_a_window(_: Place, facts: Facts) -> bool:
     return [line.startswith("MK_DEV u32 now() const") for line in reads] == [True] and asks == ["while (in_flight >= window.now())"]
 
 
+def _met_since(place: Place, facts: Facts) -> bool:
+    """Whether the stages let go of are of tiles that were taken before the block met: behind a publication, at the latest."""
+    if place.within("multiply_from_ring") or not place.within("Reader::release"):
+        return False
+    taken = False
+    for instr in instructions(facts.plan.program("consumer").body):
+        if instr.call == "hold_tiles" and instr.op == place.op:
+            taken = True
+        elif instr.call == "matrix" and instr.op == place.op:
+            return False
+        elif taken and instr.call == "publish" and instr.syncs:
+            return True
+    return False
+
+
 EQUIVALENT = (
     Equivalent(
         Point.PHASE,
@@ -116,6 +132,13 @@ EQUIVALENT = (
         "finish_step",
         "only a launch that gives up writes the word, its results do not count, and none did",
         _nobody_gave_up,
+    ),
+    Equivalent(
+        Point.WARP_BARRIER,
+        Change.DROP,
+        "run_direct",
+        "the block has met since the warp took these tiles: behind the publication of what is merged in between, each time",
+        _met_since,
     ),
 )
 

@@ -118,11 +118,12 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     exchange = builder.exchange(value)
     site = builder.site(role, op.name, "publish", "", op.span)
     round_ = sequence(builder, value, op.name, publishing=True)
-    args = {"value": value, "wire": exchange.wire, "round": round_}
+    args: dict[str, object] = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
     alone = stages_alone(builder, op)
     syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone else ()
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args={**args, "solo": alone})
+    args |= {"solo": alone, "raw": isinstance(op, Embed)}  # raw: bits as they lie in a table, rather than results of conversions
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
 
 def stages_alone(builder: Builder, op: Op) -> bool:

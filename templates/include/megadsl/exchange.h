@@ -121,6 +121,13 @@ struct Dense : Wire {
   static constexpr bool kDense = true;
 };
 
+// How a value travels whose elements are all results of conversions to bf16 (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, so
+// that no unit holds the empty value, and nothing stands between a result and its store.
+template <class Wire>
+struct Converted : Wire {
+  MK_DEV static u32x4 pack(u32x4 unit, u32 sequence) { return Wire::kResets ? unit : Wire::pack(unit, sequence); }
+};
+
 // Feature groups [first, first + count) of a value.
 struct Groups {
   u32 first, count;
