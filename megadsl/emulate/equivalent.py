@@ -81,7 +81,7 @@ def _only_a_window(_: Place, facts: Facts) -> bool:
 
 
 def _met_since(place: Place, facts: Facts) -> bool:
-    """Whether the stages let go of are of tiles that were taken before the block met: behind a publication, at the latest."""
+    """Whether the stages let go of are of tiles that were taken before the block met: behind a merge, or its publication."""
     if place.within("multiply_from_ring") or not place.within("Reader::release"):
         return False
     taken = False
@@ -90,7 +90,7 @@ def _met_since(place: Place, facts: Facts) -> bool:
             taken = True
         elif instr.call == "matrix" and instr.op == place.op:
             return False
-        elif taken and instr.call == "publish" and instr.syncs:
+        elif taken and instr.call in ("merge", "publish") and instr.syncs:
             return True
     return False
 
@@ -137,7 +137,7 @@ EQUIVALENT = (
         Point.WARP_BARRIER,
         Change.DROP,
         "run_direct",
-        "the block has met since the warp took these tiles: behind the publication of what is merged in between, each time",
+        "the block has met since the warp took these tiles: behind what is merged in between or its publication, each time",
         _met_since,
     ),
 )
