@@ -22,6 +22,7 @@ from megadsl.ir.plan_text import print_plan
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.lower.launches import entries, sequence
+from megadsl.lower.steps import feeds_itself
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
@@ -110,6 +111,7 @@ def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> di
         "cluster": 1,
         "entries": entries(plan),
         "launches": sequence(plan),
+        "several_steps": feeds_itself(graph, state.schedule),
         "smem_bytes": plan.smem_bytes,
         "layers": graph.layers,
         "vocab": graph.vocab,

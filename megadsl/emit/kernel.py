@@ -19,6 +19,7 @@ from megadsl.lower.operands import head_vectors, kept_values, prologue_values, v
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
+from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
 
@@ -59,6 +60,9 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "together": lambda op: tiles_together(op, plan.schedule),
         "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
+        "several_steps": feeds_itself(plan.graph, plan.schedule),
+        "readable": READABLE,
+        "gates": any(i.call == "open_gate" for p in plan.programs for i in instructions(p.body)),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
