@@ -15,7 +15,7 @@ from typing import Any
 from megadsl.check.areas import Access, Meet, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
-from megadsl.check.memory import LAYERS, block_kinds
+from megadsl.check.memory import LAYERS, TURNS, block_kinds
 from megadsl.check.model import Device
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.shape import ident
@@ -23,8 +23,8 @@ from megadsl.machine import Machine
 from megadsl.types import Level
 
 # Instructions that order something. Arithmetic is not the checker's subject.
-_SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector")
-_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync")
+_SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector", "release_rows", "acquire_rows")
+_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync", "await_rows")
 _ROUNDS = ("round", "qkv_round", "parts_round")
 _WIRES = ("wire", "qkv_wire", "parts_wire")
 _OTHER_WIRE = {"Tagged": "Flag", "Sentinel": "Tagged", "Flag": "Sentinel"}
@@ -124,7 +124,7 @@ def _kept_apart(_: Plan, mutant: PlanMutant) -> bool:
 def _windows(device: Device, block: int, where: str) -> Iterator[list[Access]]:
     """What the block does between the barriers before and behind each publication of an op."""
     window: list[Access] = []
-    for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers)), Meet("")):
+    for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)), Meet("")):
         if isinstance(event, Access):
             window.append(event)
             continue

@@ -15,7 +15,7 @@ from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
-from megadsl.lower.steps import ROWS, around_rows, passes_rows_on
+from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
 
@@ -377,7 +377,8 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
     site = builder.site(role, op.name, "exchange", "round of the best candidates", op.span)
     region = Region("exchange", best, Level.GPU, "epoch")
     control = Region("control", "next_ids", Level.GPU)
-    syncs, args = ("candidates", "winners", "choice", "end"), {"value": best, "round": "epoch"}
+    between = ("token",) if feeds_itself(builder.graph, builder.schedule) else ()
+    syncs, args = ("candidates", "winners", *between, "choice", "end"), {"value": best, "round": "epoch"}
     return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), syncs=syncs, args=args)
 
 
