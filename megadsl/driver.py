@@ -22,9 +22,9 @@ from megadsl.ir.plan_text import print_plan
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.lower.launches import entries, sequence
-from megadsl.lower.steps import feeds_itself
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
+from megadsl.lower.steps import feeds_itself
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
 from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
 from megadsl.trace.layout import describe

@@ -219,8 +219,8 @@ def check_exchanges(device: Device, findings: Findings) -> list[str]:
         clocks = _played(device, findings, layers, count)
     reads = sum(len(r) for r in clocks.reads.values())
     return [
-        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers of {turns} steps:"
-        " each read after its writer, each slot reused after its last reader",
+        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers of {turns}"
+        " steps: each read after its writer, each slot reused after its last reader",
         "control block: rewritten by block 0 after every block's last read",
     ]
 

@@ -51,9 +51,10 @@ def check_memory(device: Device, findings: Findings) -> list[str]:
     count = 0
     for block in kinds:
         count += _play(device, block, findings)
+    layers = min(LAYERS, device.plan.graph.layers)
     return [
-        f"shared memory: {count} accesses of {len(kinds)} kinds of block over {min(LAYERS, device.plan.graph.layers)} layers of {device.turns(TURNS)} steps: a"
-        " barrier between every two in conflict",
+        f"shared memory: {count} accesses of {len(kinds)} kinds of block over {layers} layers of {device.turns(TURNS)} steps: a barrier"
+        " between every two in conflict",
         f"shared memory: {len(device.plan.areas)} areas, those that live as long as the launch apart from all others",
     ]
 
@@ -183,7 +184,12 @@ def _reserved(device: Device, findings: Findings) -> None:
     """Words that every role uses: the abort word with the deadline behind it, a gate per op, whether a meeting is ahead, the
     launch's steps."""
     areas = {a.name: a for a in device.plan.areas}
-    for name, need in (("abort", ABORT_BYTES), ("gates", 4 * len(device.plan.graph.ops)), ("meeting", 4), ("progress", device.several * PROGRESS_BYTES)):
+    for name, need in (
+        ("abort", ABORT_BYTES),
+        ("gates", 4 * len(device.plan.graph.ops)),
+        ("meeting", 4),
+        ("progress", device.several * PROGRESS_BYTES),
+    ):
         if areas[name].bytes < need:
             begin = areas[name].offset
             rows = [("every role", [f"uses {need} bytes"]), (name, [f"{areas[name].bytes} bytes"])]

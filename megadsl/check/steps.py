@@ -29,8 +29,6 @@ UNORDERED = declare(
 )
 
 
-
-
 @dataclass
 class Rows:
     """Who has appended, released and acquired what, as steps of the clocks; 0: nothing yet."""
