@@ -217,17 +217,15 @@ def test_a_launch_ends_with_a_stop_id() -> None:
     """Loaders have begun the next step by then: what they wait for is given up, nothing is left in flight, the next launch is right."""
     bench = Bench(made("Tagged", 1, 3), defines={DETECT: "1"})
     every = singles(bench, 6, 20)
-    for seed in range(3):
-        bench.program.seed, bench.program.policy = seed, seed % len(Policy)
-        for at in (0, 2):
-            stop = every.ids[at]
-            first = every.ids.index(stop)
-            found = together(bench, 6, 20, stops=(1000, stop))
-            assert found.ids == every.ids[: first + 1]
-            bench.program.seed = seed
-            assert found.same(singles(bench, first + 1, 20))
-            report = bench.program.report
-            assert report is not None and not report.races
+    for seed, at in enumerate((2, 0)):
+        bench.program.seed = seed
+        stop = every.ids[at]
+        first = every.ids.index(stop)
+        found = together(bench, 6, 20, stops=(1000, stop))
+        report = bench.program.report
+        assert report is not None and not report.races
+        assert found.ids == every.ids[: first + 1]
+        assert found.same(singles(bench, first + 1, 20))
     assert together(bench, 6, 20).same(every)
 
 
