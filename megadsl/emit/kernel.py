@@ -60,9 +60,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "together": lambda op: tiles_together(op, plan.schedule),
         "wire": lambda value, wire: f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}",
-        "several_steps": feeds_itself(plan.graph, plan.schedule),
-        "readable": READABLE,
-        "gates": any(i.call == "open_gate" for p in plan.programs for i in instructions(p.body)),
+        **_steps(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -105,6 +103,12 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
+
+
+def _steps(plan: Plan) -> dict[str, Any]:
+    """What a loop over the steps of a launch needs."""
+    gated = any(i.call == "open_gate" for p in plan.programs for i in instructions(p.body))
+    return {"several_steps": feeds_itself(plan.graph, plan.schedule), "readable": READABLE, "gates": gated}
 
 
 def _camel(name: str) -> str:

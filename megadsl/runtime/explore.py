@@ -59,8 +59,8 @@ class Subject:
     ``manifest`` and ``source`` are the compiler's, for a few blocks. Weights are random, but for the last row of the embedding:
     all ones, the bits that an exchange may take for an empty slot. Cached rows are random. Launches: an empty cache; a cache of
     several chunks; fewer tokens than the kernel takes, so that some rows are zeros; a launch that prepares the next one itself,
-    and that one; the row of all ones; where the kernel can, three steps whose rows begin a new chunk. Calling it builds the kernel with the race detector and gives a Run for
-    :func:`megadsl.emulate.explore.explore`.
+    and that one; the row of all ones; where the kernel can, three steps whose rows begin a new chunk. Calling it builds the kernel with
+    the race detector and gives a Run for :func:`megadsl.emulate.explore.explore`.
     """
 
     manifest: dict[str, Any]
