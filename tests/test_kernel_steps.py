@@ -35,7 +35,9 @@ from megadsl.runtime.control import (
     WORDS,
     MegakernelHang,
 )
-from tests.kernels import Bench, Configure, Step, bits, compiled
+from megadsl.runtime.generate import Generator
+from megadsl.runtime.weights import TensorSource
+from tests.kernels import Bench, Configure, Step, bits, compiled, weights_for
 from tests.schedules import everywhere, gated, kv_loader
 
 SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
@@ -275,3 +277,11 @@ def test_the_control_block_is_the_headers() -> None:
     text = (include() / "megadsl" / "base.h").read_text()
     assert f"kMaxSteps = {MOST_STEPS};" in text and f"kMaxStopIds = {MOST_STOP_IDS};" in text
     assert CHOSEN + MOST_STEPS + 5 == WORDS and STOP_IDS + MOST_STOP_IDS == STEPS_MADE and "u32 reserved[5];" in text
+
+
+def test_greedy_decoding_gives_the_same_ids() -> None:
+    """Whatever a launch decodes: the prompt alone makes one step a launch, the last launch as many as are left."""
+    kernel = made("Tagged", 1, 3)
+    source = TensorSource(weights_for(kernel))
+    texts = [Generator(kernel, source, "cpu", progress=False, steps_per_launch=n).generate(IDS, 8).ids for n in (1, 3, None)]
+    assert len(texts[0]) == 8 and texts[1] == texts[0] == texts[2]
