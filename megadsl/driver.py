@@ -24,6 +24,7 @@ from megadsl.ir.spec import Spec
 from megadsl.lower.launches import entries, sequence
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
+from megadsl.lower.steps import feeds_itself
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
 from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
 from megadsl.trace.layout import describe
@@ -111,6 +112,7 @@ def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> di
         "cluster": 1,
         "entries": entries(plan),
         "launches": sequence(plan),
+        "several_steps": feeds_itself(graph, state.schedule),
         "smem_bytes": plan.smem_bytes,
         "layers": graph.layers,
         "vocab": graph.vocab,

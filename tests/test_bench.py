@@ -31,7 +31,7 @@ FACTOR = 1.5
 ROW_KEYS = {
     *("tokens", "kv", "gate", "error", "error_max", "error_bf16", "error_bf16_max", "tokens_equal", "tokens_compared"),
     *("ms", "ms_p10", "ms_p90", "of_floor", "floor_ms", "replays", "replays_that_differ", "host_us_per_launch"),
-    *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch"),
+    *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch", "several_steps_a_launch"),
 }
 ABOUT_KEYS = {"model", "weights", "device", "torch", "cuda", "clock", "l2_cleared", "rows"}
 BASELINE_KEYS = {"name", "attention", "prepare_s", "ms", "ms_p10", "ms_p90", "of_floor", "error", "failure"}
@@ -71,7 +71,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_the_command_writes_what_it_measured(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     out = tmp_path / "new" / "bench.json"
-    code, printed, _ = command("--tokens", "2", "--kv", "17,20", "--max-kv", "96", "--baseline", "eager-graph", "--out", str(out))
+    code, printed, _ = command(
+        "--tokens", "2", "--kv", "17,20", "--max-kv", "96", "--steps", "3", "--baseline", "eager-graph", "--out", str(out)
+    )
     assert code == 0, printed
     found = json.loads(out.read_text())
     assert found.keys() == ABOUT_KEYS and found["clock"] == WALL and found["model"] == "llama-tiny" and found["l2_cleared"] is False
@@ -79,6 +81,8 @@ def test_the_command_writes_what_it_measured(command: Callable[..., tuple[int, s
     for row in found["rows"]:
         assert row.keys() == ROW_KEYS and row["gate"] is True and row["replays_that_differ"] == 0
         assert 0 < row["error"] < FACTOR * row["error_bf16"] and row["ms_p10"] <= row["ms"] <= row["ms_p90"]
+        several = row["several_steps_a_launch"]
+        assert several["failure"] is None and several["steps"] == 3 and several["ms"] > 0 < several["ms_in_launches_of_one"]
         apart = row["one_op_a_launch"]
         assert apart["failure"] is None and apart["name"].startswith("one op a launch (14)") and apart["ms"] > 0
         (baseline,) = row["baselines"]
@@ -87,7 +91,7 @@ def test_the_command_writes_what_it_measured(command: Callable[..., tuple[int, s
         graph = compiled("llama-tiny", tokens=row["tokens"], blocks=2).graph
         assert row["floor_ms"] == pytest.approx(1e3 * total_cost(graph, row["tokens"], row["kv"]).hbm_bytes / machine("sm_90a").bandwidth)
         assert row["of_floor"] == pytest.approx(row["ms"] / row["floor_ms"])
-    assert WALL in printed and printed.count("gate passed") == 2 and printed.count("x ours") == 4
+    assert WALL in printed and printed.count("gate passed") == 2 and printed.count("3 steps a launch") == 2 and printed.count("x ours") == 4
 
 
 def test_a_planted_error_fails_the_gate(

@@ -105,6 +105,9 @@ ELSEWHERE: dict[str, str] = {
     "MK462": "test_trace.py::test_refusals",
     "MK463": "test_trace.py::test_refusals",
     "MK464": "test_trace.py::test_refusals",
+    "MK465": "test_kernel_steps.py::test_what_cannot_be_is_refused",
+    "MK466": "test_kernel_steps.py::test_what_cannot_be_is_refused",
+    "MK467": "test_kernel_steps.py::test_what_cannot_be_is_refused",
     "MK470": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK471": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK472": "test_checkpoint_errors.py::test_what_a_config_asks_for",
@@ -139,6 +142,7 @@ ELSEWHERE: dict[str, str] = {
     "MK546": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK550": "test_check_mutants.py::test_budgets",
     "MK560": "test_kernel_launches.py::test_broken_launches_are_found",
+    "MK561": "test_check_mutants.py::test_a_broken_plan_is_refused",
 }
 
 

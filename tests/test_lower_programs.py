@@ -28,7 +28,7 @@ def test_every_wait_and_signal_between_blocks_has_a_site(name: str) -> None:
             if i.site is not None:
                 site = plan.sites[i.site]
                 assert (site.role, site.op, site.span) == (program.role, i.op, i.span)
-    assert {s.kind for s in plan.sites} == {"ring.empty", "ring.full", "exchange", "publish"}
+    assert {s.kind for s in plan.sites} == {"ring.empty", "ring.full", "exchange", "publish", "gate"}
 
 
 def test_site_ids_are_stable() -> None:
@@ -107,7 +107,7 @@ def test_l2_prefetch_stands_where_the_user_put_it() -> None:
     plan = lowered(decide=lambda s: s["o_proj"].prefetch(l2=4096, ahead_of="attention") and None, blocks=2).plan
     (loop,) = [item for item in plan.program("loader").body if isinstance(item, LayerLoop)]
     (attention,) = [p for p in loop.body if p.op == "attention"]
-    assert [(i.call, i.op) for i in attention.body] == [("prefetch_l2", "o_proj"), ("load_cache", "attention")]
+    assert [(i.call, i.op) for i in attention.body] == [("prefetch_l2", "o_proj"), ("await_rows", "attention"), ("load_cache", "attention")]
 
 
 def without(plan: Plan, role: str, call: str) -> Plan:

@@ -76,6 +76,7 @@ def test_step() -> None:
         "gates": area("gates"),
         "meeting": area("meeting"),
         "records": s.plan.records,
+        "progress": area("progress"),
     }
 
 

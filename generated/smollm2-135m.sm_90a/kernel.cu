@@ -59,18 +59,15 @@ namespace {
 // One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
 MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
   mk::trace_enter(cx, buffers.trace, {0, 2, 0}, u32(s.step.records));
-  mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step.kv_len);
+  mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step, u32(s.step.layers) + 1);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
   // The tape is written while it is first played: an op's copies fly while the entries of the next are worked out.
-  constexpr u32 kLayerBegin = 0, kLayerEnd = 5;
-  u32 layer_begin = 0, layer = 0;
+  mk::Walk<0, 5, 6> walk = {u32(s.step.layers), mk::Steps{mk::ptx::smem_base().at<u32>(s.step.progress)}.count()};
 #pragma unroll 1
-  for (u32 phase = 0; phase < 6;) {
+  for (bool more = true; more;) {
     const u32 built = tape.size;
-    if (phase == kLayerBegin && layer == 0) layer_begin = built;
-    if (layer == 0)
-      switch (phase) {
+    if (walk.writes()) switch (walk.phase) {
       // qkv_proj: 960 x 576  [llama.py:22]
       case 0:
         tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
@@ -78,37 +75,34 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
         break;
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
       case 1:
+        tape.rows(2, u32(s.step.progress) + 20);
         tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
         break;
       // o_proj: 576 x 576  [llama.py:34]
       case 2:
-        tape.matrix(2, s.o_proj, evict_first);
+        tape.matrix(3, s.o_proj, evict_first);
         break;
       // gate_up_proj: 3072 x 576  [llama.py:36]
       case 3:
-        tape.vector(3, s.gate_up_proj_post_attention_layernorm, evict_first);
-        tape.matrix(3, s.gate_up_proj, evict_first);
+        tape.vector(4, s.gate_up_proj_post_attention_layernorm, evict_first);
+        tape.matrix(4, s.gate_up_proj, evict_first);
         break;
       // down_proj: 576 x 1536  [llama.py:44]
       case 4:
-        tape.matrix(4, s.down_proj, evict_first);
+        tape.matrix(5, s.down_proj, evict_first);
         break;
       // lm_head: 49152 x 576  [llama.py:48]
       case 5:
-        tape.vector(5, s.lm_head_norm, evict_first);
-        tape.matrix(5, s.lm_head, evict_first);
+        tape.vector(6, s.lm_head_norm, evict_first);
+        tape.matrix(6, s.lm_head, evict_first);
         break;
     }
-    cx.layer = layer;
-    const u32 first = layer == 0 ? built : layer_begin;
-    if (first == layer_begin) mk::trace_clock(cx);
+    const auto due = walk.due(built, tape.size);
+    cx.layer = walk.layer;
+    if (due.first == walk.begin) mk::trace_clock(cx);
     // tape: the loads of all ops in turn  [llama.py:10]
-    tape.play(first, tape.size);
-    if (phase + 1 == kLayerEnd) {
-      if (++layer < u32(s.step.layers)) continue;
-      layer = 0;
-    }
-    ++phase;
+    tape.play(due.first, due.last);
+    more = walk.next(tape.step) && !mk::given_up(cx);
   }
   cx.layer = 0;
   tape.loader.drain();
@@ -117,53 +111,200 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 
 // role: consumer
 // All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
-MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring_loader) {
+MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, mk::Step step, const LoaderRing& ring_loader) {
   mk::trace_enter(cx, buffers.trace, {1, 2, 1}, u32(s.step.records));
   Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
-  const u32 layers = u32(s.step.layers), epoch = step.epoch;
+  const u32 layers = u32(s.step.layers);
+  const mk::Steps steps = {block.at<u32>(s.step.progress)};
   const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
-  mk::load_angles<64>(block, step, angles, u32(s.step.angle_rows));
+  mk::load_angles<64>(block, step, steps, angles, u32(s.step.angle_rows));
+#pragma unroll 1
+  for (bool more = true; more;) {
+    [[maybe_unused]] const u32 epoch = step.epoch;
 
 
-  // embed_tokens: rows of the table  [llama.py:19]
-  {
-    mk::begin_op(cx, block);
-    const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
-    mk::run_embed(block, s.embed_tokens, step, out);
-    out.publish<false>(block, 6);
-    mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
-  }
-
-  for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
-    cx.layer = layer;
-
-    // qkv_proj: 960 x 576  [llama.py:22]
-    mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
+    // embed_tokens: rows of the table  [llama.py:19]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
-      mk::LaneParts<QkvProjTiles, Block> vector_input_layernorm;  // input_layernorm
-      mk::hold_vector(block, read_loader, 7, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
-      mk::hold_stages(block, read_loader, 8, 1, s.qkv_proj, qkv_proj_held);
-      const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
-      const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
+      const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
+      mk::run_embed(block, s.embed_tokens, step, steps, out);
+      out.publish<false>(block, 7);
+      mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
+      mk::acquire_rows(block, step, steps);
+    }
+
+    for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
+      cx.layer = layer;
+
+      // qkv_proj: 960 x 576  [llama.py:22]
+      mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+        mk::LaneParts<QkvProjTiles, Block> vector_input_layernorm;  // input_layernorm
+        mk::hold_vector(block, read_loader, 8, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
+        mk::hold_stages(block, read_loader, 9, 1, s.qkv_proj, qkv_proj_held);
+        const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+        const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
+        const auto terms = [](float x_, auto& of) {
+          of[0] = x_ * x_;  // r0 = mean(x * x)
+        };
+        mk::LaneRows<Block, mk::RowOp::kSum> rows;
+        mk::run_direct<kBatch, QkvProjTiles, false, 1>(
+            block, read_loader, 9, s.qkv_proj, s.smem,
+            [&](auto& x) {
+              // x * input_layernorm
+              mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 10, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
+                               [](const auto& a) { return a[0] * a[1]; }, vector_input_layernorm);  // x
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              const u32 row = group * mk::kGroupRows + 2 * pair;
+              if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
+              out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
+            },
+            mk::RowScale{[&] {
+                           rows.leave(block, block.at<float>(s.smem.scalars));
+                         },
+                         [&](u32 token) {
+                           // rsqrt(mean(x * x) + 1e-05)
+                           const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+                           return mk::math::rsqrt(r0 + 1e-05f);
+                         }}, qkv_proj_held);
+        out.publish<false>(block, 11);
+      }
+
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
+      {
+        mk::begin_op(cx, block);
+        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, false>(
+            block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
+            s.attention_parts_exchange, epoch * layers + layer);
+      }
+
+      // attention: add the splits  [llama.py:32]
+      mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
+        mk::hold_stages(block, read_loader, 14, 0, s.o_proj, o_proj_held);
+        mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+        out.publish<true>(block, 16);
+      }
+
+      // o_proj: 576 x 576  [llama.py:34]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
+        const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
+        const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
+        mk::run_direct<kBatch, OProjTiles, false, 0>(
+            block, read_loader, 14, s.o_proj, s.smem,
+            [&](auto& x) {
+              mk::poll_value<mk::Dense<mk::Sentinel>>(block, 17, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // x + o_proj
+              const u32 unit = (group - own.begin) * kTokens + token;
+              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
+              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            },
+            mk::Unscaled{}, o_proj_held);
+        out.publish<true>(block, 18);
+        mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
+      }
+
+      // gate_up_proj: 3072 x 576  [llama.py:36]
+      mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+        mk::LaneParts<GateUpProjTiles, Block> vector_post_attention_layernorm;  // post_attention_layernorm
+        mk::hold_vector(block, read_loader, 19, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
+        mk::hold_stages(block, read_loader, 20, 1, s.gate_up_proj, gate_up_proj_held);
+        const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+        const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
+        const auto terms = [](float o_proj_, auto& of) {
+          of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
+        };
+        mk::LaneRows<Block, mk::RowOp::kSum> rows;
+        mk::run_direct<kBatch, GateUpProjTiles, false, 1>(
+            block, read_loader, 20, s.gate_up_proj, s.smem,
+            [&](auto& x) {
+              // o_proj * post_attention_layernorm
+              mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 21, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
+                               [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // silu(gate_proj) * up_proj
+              const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
+              out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
+            },
+            mk::RowScale{[&] {
+                           rows.leave(block, block.at<float>(s.smem.scalars));
+                         },
+                         [&](u32 token) {
+                           // rsqrt(mean(o_proj * o_proj) + 1e-05)
+                           const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+                           return mk::math::rsqrt(r0 + 1e-05f);
+                         }}, gate_up_proj_held);
+        out.publish<true>(block, 22);
+      }
+
+      // down_proj: 576 x 1536  [llama.py:44]
+      mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+        mk::hold_stages(block, read_loader, 23, 0, s.down_proj, down_proj_held);
+        const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
+        const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
+        mk::run_direct<kBatch, DownProjTiles, false, 0>(
+            block, read_loader, 23, s.down_proj, s.smem,
+            [&](auto& x) {
+              mk::poll_value<mk::Dense<mk::Sentinel>>(block, 24, s.gate_up_proj_exchange, epoch * layers + layer, 0, u32(s.down_proj.columns), x);  // x
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // o_proj + down_proj
+              const u32 unit = (group - own.begin) * kTokens + token;
+              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
+              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            },
+            mk::Unscaled{}, down_proj_held);
+        out.publish<true>(block, 25);
+        mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
+      }
+    }
+    cx.layer = 0;
+
+
+    // lm_head: 49152 x 576  [llama.py:48]
+    mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
+    {
+      mk::begin_op(cx, block);
+      mk::release_rows(block, step, steps);
+      mk::LaneParts<LmHeadTiles, Block> vector_norm;  // norm
+      mk::hold_vector(block, read_loader, 26, 0, u32(s.lm_head.columns), vector_norm);
+      mk::hold_stages(block, read_loader, 27, 1, s.lm_head, lm_head_held);
+      const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
+      mk::Best best;
+      const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
       const auto terms = [](float x_, auto& of) {
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
       mk::LaneRows<Block, mk::RowOp::kSum> rows;
-      mk::run_direct<kBatch, QkvProjTiles, false, 1>(
-          block, read_loader, 8, s.qkv_proj, s.smem,
+      mk::run_direct<kBatch, LmHeadTiles, false, 1>(
+          block, read_loader, 27, s.lm_head, s.smem,
           [&](auto& x) {
-            // x * input_layernorm
-            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 9, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
-                             [](const auto& a) { return a[0] * a[1]; }, vector_input_layernorm);  // x
+            // x * norm
+            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 28, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
+                             [](const auto& a) { return a[0] * a[1]; }, vector_norm);  // x
           },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
-            const u32 row = group * mk::kGroupRows + 2 * pair;
-            if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
-            out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
+            mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
           },
           mk::RowScale{[&] {
                          rows.leave(block, block.at<float>(s.smem.scalars));
@@ -172,155 +313,18 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                          // rsqrt(mean(x * x) + 1e-05)
                          const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                          return mk::math::rsqrt(r0 + 1e-05f);
-                       }}, qkv_proj_held);
-      out.publish<false>(block, 10);
-    }
-
-    // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
-    {
-      mk::begin_op(cx, block);
-      mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, false>(
-          block, read_loader, 11, 12, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
-          s.attention_parts_exchange, epoch * layers + layer);
-    }
-
-    // attention: add the splits  [llama.py:32]
-    mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
-    {
-      mk::begin_op(cx, block);
-      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
-      mk::hold_stages(block, read_loader, 13, 0, s.o_proj, o_proj_held);
-      mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 14, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-      out.publish<true>(block, 15);
-    }
-
-    // o_proj: 576 x 576  [llama.py:34]
-    {
-      mk::begin_op(cx, block);
-      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
-      const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
-      const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-      mk::run_direct<kBatch, OProjTiles, false, 0>(
-          block, read_loader, 13, s.o_proj, s.smem,
-          [&](auto& x) {
-            mk::poll_value<mk::Dense<mk::Sentinel>>(block, 16, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
-          },
-          [&](u32 group, u32 pair, u32 token, float even, float odd) {
-            // x + o_proj
-            const u32 unit = (group - own.begin) * kTokens + token;
-            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
-            const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-            out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-          },
-          mk::Unscaled{}, o_proj_held);
-      out.publish<true>(block, 17);
-      mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
-    }
-
-    // gate_up_proj: 3072 x 576  [llama.py:36]
-    mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
-    {
-      mk::begin_op(cx, block);
-      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
-      mk::LaneParts<GateUpProjTiles, Block> vector_post_attention_layernorm;  // post_attention_layernorm
-      mk::hold_vector(block, read_loader, 18, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
-      mk::hold_stages(block, read_loader, 19, 1, s.gate_up_proj, gate_up_proj_held);
-      const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
-      const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
-      const auto terms = [](float o_proj_, auto& of) {
-        of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
-      };
-      mk::LaneRows<Block, mk::RowOp::kSum> rows;
-      mk::run_direct<kBatch, GateUpProjTiles, false, 1>(
-          block, read_loader, 19, s.gate_up_proj, s.smem,
-          [&](auto& x) {
-            // o_proj * post_attention_layernorm
-            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 20, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
-                             [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
-          },
-          [&](u32 group, u32 pair, u32 token, float even, float odd) {
-            // silu(gate_proj) * up_proj
-            const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
-            out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
-          },
-          mk::RowScale{[&] {
-                         rows.leave(block, block.at<float>(s.smem.scalars));
-                       },
-                       [&](u32 token) {
-                         // rsqrt(mean(o_proj * o_proj) + 1e-05)
-                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
-                         return mk::math::rsqrt(r0 + 1e-05f);
-                       }}, gate_up_proj_held);
-      out.publish<true>(block, 21);
-    }
-
-    // down_proj: 576 x 1536  [llama.py:44]
-    mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
-    {
-      mk::begin_op(cx, block);
-      const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
-      mk::hold_stages(block, read_loader, 22, 0, s.down_proj, down_proj_held);
-      const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
-      const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-      mk::run_direct<kBatch, DownProjTiles, false, 0>(
-          block, read_loader, 22, s.down_proj, s.smem,
-          [&](auto& x) {
-            mk::poll_value<mk::Dense<mk::Sentinel>>(block, 23, s.gate_up_proj_exchange, epoch * layers + layer, 0, u32(s.down_proj.columns), x);  // x
-          },
-          [&](u32 group, u32 pair, u32 token, float even, float odd) {
-            // o_proj + down_proj
-            const u32 unit = (group - own.begin) * kTokens + token;
-            const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
-            const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-            out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-          },
-          mk::Unscaled{}, down_proj_held);
-      out.publish<true>(block, 24);
-      mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
+                       }}, lm_head_held);
+      {
+        const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
+        mk::reduce_best(block, scratch, best, winners);
+        more = mk::choose_tokens(block, 29, s.lm_head_best_exchange, epoch, scratch, winners, step, steps, [&]([[maybe_unused]] const mk::Step& next) {
+          mk::load_angles<64>(block, next, steps, angles, u32(s.step.angle_rows));
+        });
+      }
     }
   }
-  cx.layer = 0;
-
-
-  // lm_head: 49152 x 576  [llama.py:48]
-  mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
-  {
-    mk::begin_op(cx, block);
-    mk::LaneParts<LmHeadTiles, Block> vector_norm;  // norm
-    mk::hold_vector(block, read_loader, 25, 0, u32(s.lm_head.columns), vector_norm);
-    mk::hold_stages(block, read_loader, 26, 1, s.lm_head, lm_head_held);
-    const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
-    mk::Best best;
-    const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
-    const auto terms = [](float x_, auto& of) {
-      of[0] = x_ * x_;  // r0 = mean(x * x)
-    };
-    mk::LaneRows<Block, mk::RowOp::kSum> rows;
-    mk::run_direct<kBatch, LmHeadTiles, false, 1>(
-        block, read_loader, 26, s.lm_head, s.smem,
-        [&](auto& x) {
-          // x * norm
-          mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 27, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
-                           [](const auto& a) { return a[0] * a[1]; }, vector_norm);  // x
-        },
-        [&](u32 group, u32 pair, u32 token, float even, float odd) {
-          mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
-        },
-        mk::RowScale{[&] {
-                       rows.leave(block, block.at<float>(s.smem.scalars));
-                     },
-                     [&](u32 token) {
-                       // rsqrt(mean(x * x) + 1e-05)
-                       const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
-                       return mk::math::rsqrt(r0 + 1e-05f);
-                     }}, lm_head_held);
-    {
-      const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
-      mk::reduce_best(block, scratch, best, winners);
-      mk::choose_tokens(block, 28, s.lm_head_best_exchange, epoch, scratch, winners);
-    }
-  }
-  mk::finish_step(block, step, true);
+  mk::finish_step(block, step, steps, true);
+  mk::leave_steps(block, step, steps);
   mk::trace_leave(cx, step.epoch);
 }
 
@@ -341,8 +345,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if (mk::ptx::thread_id() == kThreads - 1) {
     mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);
-    for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, 0u);
-    mk::init_block(cx);
+    for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, mk::gates_before(step, u32(s.step.layers) + 1));
+    const u32 steps = mk::steps_asked(cx.control);
+    mk::Steps{smem.at<u32>(s.step.progress)}.init(step, steps);
+    mk::init_block(cx, steps);
   }
   mk::ptx::syncthreads();
   const u32 warp = mk::ptx::warp_id();

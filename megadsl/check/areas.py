@@ -63,13 +63,16 @@ class Stream:
         self.block = block
         self.words = device.records["smem"]
         self.versions: dict[str, int] = {}  # of each value: how often the block has published it
+        self.turns = 1
 
-    def events(self, layers: int) -> Iterator[Event]:
+    def events(self, layers: int, turns: int = 1) -> Iterator[Event]:
+        """Of a launch of ``turns`` steps."""
+        self.turns = turns
         step = next(self.device.steps(self.device.consumer, 1))
         entry = Step(Instr(step.instr.verb, "load_angles", step.instr.op, step.instr.span), None, {})
         if self.device.plan.tunables.rope_dim:
             yield self._angles(entry, True)
-        for step in self.device.steps(self.device.consumer, layers):
+        for step in self.device.steps(self.device.consumer, layers, turns=turns):
             handler = getattr(self, f"_{step.instr.call}", None)
             if handler is not None:
                 yield from handler(step)
@@ -77,6 +80,10 @@ class Stream:
     def _angles(self, step: Step, write: bool) -> Access:
         size = self.device.tokens * self.device.plan.tunables.rope_dim * 4
         return Access("angles", self.device.records["step"][3], size, write, step, ())
+
+    def _next(self, step: Step, turn: int, write: bool) -> Access:
+        """The token that a step has chosen, and whether there is another: written by the block's first warp."""
+        return Access("progress", self.device.records["step"][9] + 12, 8, write, step, ("next", turn), solo=write)
 
     def owned(self, groups: int, offset: int) -> int:
         shares = self.device.shares(groups, offset)
@@ -93,7 +100,7 @@ class Stream:
         for first, number in ((0, units), (e.units, extras)):
             if number:
                 begin = self.words[3] + first * UNIT_BYTES
-                yield Access("staged", begin, number * UNIT_BYTES, write, step, (step.instr.op, step.layer, first), solo=solo)
+                yield Access("staged", begin, number * UNIT_BYTES, write, step, (step.instr.op, step.when, first), solo=solo)
 
     def _out(self, step: Step) -> Exchange:
         return self.device.exchanges[str(self.device.op(step.instr.op).out)]
@@ -104,6 +111,8 @@ class Stream:
 
     def _embed(self, step: Step) -> Iterator[Event]:
         words = self.device.records[ident(step.instr.op)]
+        if step.turn:
+            yield self._next(step, step.turn - 1, False)
         yield from self._staged(step, self._out(step), self.owned(words[2], words[3]), True)
         yield from self._meet(step.instr, "end")
 
@@ -135,7 +144,7 @@ class Stream:
         """A vector of a linear, in a place of its own: read up to the padded columns."""
         op, m = step.instr.op, self.device.matrix(step.instr.op)
         begin = self.device.records[f"{ident(f'{op}.{arg}')}_copy"][0]
-        return Access(f"{op}.{arg}.copy", begin, m.tile_columns * m.pieces * 2, write, step, ("copy", op, step.layer, arg))
+        return Access(f"{op}.{arg}.copy", begin, m.tile_columns * m.pieces * 2, write, step, ("copy", op, step.when, arg))
 
     def _copies(self, step: Step) -> Iterator[Event]:
         """Reads of all vectors that the op has copied."""
@@ -175,7 +184,7 @@ class Stream:
         """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
         sees whole rows settles the row reductions ``scaled``."""
         half = self._half()
-        partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.layer, turn))
+        partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.when, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
             direct = bool(step.instr.args["direct"])
@@ -189,7 +198,7 @@ class Stream:
             size = 8 * self.device.tokens * 4
             begin = self.words[7] + first * size
             size *= min(self.device.plan.tunables.batch, m.pass_groups - first)
-            sums = Access("sums", begin, size, True, step, (step.instr.op, step.layer, "sums", first), own=True)
+            sums = Access("sums", begin, size, True, step, (step.instr.op, step.when, "sums", first), own=True)
             if chunk % m.chunks:
                 yield _reading(sums)
             if chunk % m.chunks + 1 < m.chunks:
@@ -202,7 +211,7 @@ class Stream:
         yield from self._meet(step.instr, "end")
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
-        return ("gathered", step.instr.op, step.layer, what)
+        return ("gathered", step.instr.op, step.when, what)
 
     def _scaled(self, op: str) -> int:
         """Row reductions of a linear whose scale meets its products."""
@@ -218,7 +227,7 @@ class Stream:
         op = self.device.op(step.instr.op)
         if self._scaled(op.name) and self.device.exchanges[prologue_values(op)[0][1].value].wire == "Tagged":
             size = ceil_div(m.columns, 8) * self.device.tokens * 2
-            yield Access("partials", self.words[2] + self._half(), size, write, step, ("lasts", op.name, step.layer))
+            yield Access("partials", self.words[2] + self._half(), size, write, step, ("lasts", op.name, step.when))
 
     def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
         size = m.tile_columns * m.chunk_pieces * self.device.tokens * 2
@@ -231,7 +240,7 @@ class Stream:
     def _prologue(self, step: Step, m: Matrix, chunk: int) -> Iterator[Event]:
         operands = [0]
         for inner in step.instr.body:
-            at = Step(inner, step.layer, step.names)
+            at = step.inner(inner)
             if inner.call == "gather" and step.instr.args["direct"]:
                 yield self._registers(at, chunk, True)
             elif inner.call == "gather":
@@ -257,7 +266,7 @@ class Stream:
     def _scalars(self, step: Step, index: int, write: bool) -> Access:
         tokens, warps = self.device.tokens, self.device.warps
         size = tokens * row_parts(self.device.op(step.instr.op), tokens, warps) * 4
-        return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.layer, index))
+        return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.when, index))
 
     def _epilogue(self, step: Step, groups: int, solo: bool) -> Iterator[Event]:
         op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
@@ -319,7 +328,7 @@ class Stream:
         dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
         parts = self.device.warps // tiles * tiles * min(16, heads.rows)
-        holds = (name, step.layer, unit)
+        holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
         # Where queries arrive in registers, one warp stages this step's row and multiplies it.
@@ -350,7 +359,13 @@ class Stream:
         yield from (_reading(candidates), winners)
         yield from self._meet(step.instr, "winners")
         yield _reading(winners)
-        if self.block == 0:
+        if step.turn + 1 < self.turns:
+            if self.device.plan.tunables.rope_dim:
+                yield self._angles(step, True)
+            yield self._next(step, step.turn, True)
+            yield from self._meet(step.instr, "token")
+            yield self._next(step, step.turn, False)
+        elif self.block == 0:
             yield choice
             yield from self._meet(step.instr, "choice")
             yield _reading(choice)

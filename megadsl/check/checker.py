@@ -12,6 +12,7 @@ from megadsl.check.model import Device
 from megadsl.check.report import Findings, Report
 from megadsl.check.ring import check_rings
 from megadsl.check.shares import check_shares
+from megadsl.check.steps import check_steps
 from megadsl.check.wires import check_wires
 from megadsl.ir.plan import Plan
 from megadsl.machine import Machine, machine
@@ -27,7 +28,7 @@ def check_plan(plan: Plan, on: Machine | None = None) -> Report:
     proved = [*check_shares(device, findings), *check_wires(device, findings)]
     # The rest plays the programs, which makes sense only for blocks that agree on who owns what and how it travels.
     if not findings.found:
-        proved += [*check_exchanges(device, findings), *check_memory(device, findings)]
+        proved += [*check_exchanges(device, findings), *check_memory(device, findings), *check_steps(device, findings)]
         proved += check_rings(device, findings) if plan.schedule.scope == "step" else check_launches(device, findings)
     proved += check_budgets(device, on or machine(plan.schedule.arch), findings)
     lines = () if findings.found else tuple(proved)

@@ -16,7 +16,8 @@ publication that comes later could wait for the poll, and the launch for ever.
 Why a few layers are enough. A chain from a reader of round r - d to a writer of round r uses only steps between the two, that is
 of d + 1 consecutive layers, and every layer runs the same instructions: whether such a chain exists does not depend on which
 layers they are. So S + 2 layers show every adjacency, entry into the loop and exit from it included. Launches are ordered
-by the stream they run on, so that nothing earlier than this launch can be in conflict with it.
+by the stream they run on, so that nothing earlier than this launch can be in conflict with it. Steps of one launch are not: where a
+launch can make several, as many are played as show every adjacency of the values that take one round a step; and a launch of one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 from megadsl.check import polls
 from megadsl.check.model import Bools, Device, Ints, Step
 from megadsl.check.report import Findings, shown
+from megadsl.check.steps import Rows
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Exchange, Instr
 
@@ -89,9 +91,11 @@ class Clocks:
     reads: dict[tuple[str, int, int], list[Read]] = field(default_factory=lambda: defaultdict(list))
     latest: dict[str, int] = field(default_factory=dict)
     control: dict[str, Read] = field(default_factory=dict)
+    turns: int = 1
 
     def __post_init__(self) -> None:
         blocks = self.device.blocks
+        self.rows = Rows(self.device, self.findings)
         self.known = np.zeros((blocks, blocks), dtype=np.int64)
         self.pending = np.zeros((blocks, blocks), dtype=np.int64)
         self.everybody = np.ones(blocks, dtype=np.bool_)
@@ -210,28 +214,39 @@ def _distance(e: Exchange) -> int:
 
 def check_exchanges(device: Device, findings: Findings) -> list[str]:
     """Play one launch for all blocks and report every read and reuse that nothing orders."""
-    layers = unrolled(device)
-    clocks = Clocks(device, findings)
+    layers, turns = unrolled(device), unrolled_steps(device)
+    for count in sorted({1, turns}):
+        clocks = _played(device, findings, layers, count)
+    reads = sum(len(r) for r in clocks.reads.values())
+    return [
+        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers of {turns}"
+        " steps: each read after its writer, each slot reused after its last reader",
+        "control block: rewritten by block 0 after every block's last read",
+    ]
+
+
+def _played(device: Device, findings: Findings, layers: int, turns: int) -> Clocks:
+    clocks = Clocks(device, findings, turns=turns)
     first = Step(_entry(device), None, {})
     for what in ("kv_len and epoch", "positions"):
         clocks.read_control(what, clocks.everybody, first)
         if what == "kv_len and epoch":
             clocks.barrier(clocks.everybody)  # __syncthreads() behind the block's entry
     player = Player(clocks)
-    for step in device.steps(device.consumer, layers):
+    for step in device.steps(device.consumer, layers, turns=turns):
         player.play(step)
     clocks.finish()
-    reads = sum(len(r) for r in clocks.reads.values())
-    return [
-        f"exchanges: {len(clocks.published)} publications and {reads} gathers of {device.blocks} blocks over {layers} layers: each read"
-        " after its writer, each slot reused after its last reader",
-        "control block: rewritten by block 0 after every block's last read",
-    ]
+    return clocks
 
 
 def unrolled(device: Device) -> int:
     """Layers that show every adjacency: see above."""
     return min(device.plan.graph.layers, max((e.slots for e in device.plan.exchanges), default=2) + 2)
+
+
+def unrolled_steps(device: Device) -> int:
+    """Steps of a launch that show every adjacency of the values that take one round a step: as many as layers, for the same reason."""
+    return device.turns(max((e.slots for e in device.plan.exchanges if e.uses == "1"), default=2) + 2)
 
 
 def _entry(device: Device) -> Instr:
@@ -264,7 +279,8 @@ class Player:
         self.clocks.read_control("kv_len and epoch", self.clocks.everybody, step)
 
     def _embed(self, step: Step) -> None:
-        self.clocks.read_control("token_ids", self.clocks.everybody, step)
+        if step.turn == 0:
+            self.clocks.read_control("token_ids", self.clocks.everybody, step)
         self._barrier(step.instr, "end")
 
     def _publish(self, step: Step) -> None:
@@ -290,7 +306,7 @@ class Player:
 
     def _gather(self, step: Step, gathers: list[tuple[Instr, Bools]]) -> None:
         for inner, polled in gathers:
-            at = Step(inner, step.layer, step.names)
+            at = step.inner(inner)
             self.clocks.poll(step, inner, str(inner.args["value"]), at.round(), [polled])
 
     def _add_parts(self, step: Step) -> None:
@@ -307,6 +323,8 @@ class Player:
             self._barrier(instr, "gathered", "parts", mask=mask)
             clocks.publish(step, str(instr.args["parts"]), step.round("parts_round"), mask, turn)
             self._barrier(instr, "published", "end", mask=mask)
+        fresh = self._cached(instr, lambda d, i: polls.fresh_units(d, i.op), "fresh")
+        clocks.rows.append(fresh, clocks.at(shown(instr, step.layer)), step)
         self._barrier(instr, "idle", mask=~turns[0][0])
 
     def _merge(self, step: Step) -> None:
@@ -320,8 +338,23 @@ class Player:
         block0[0] = True
         self._barrier(instr, "candidates", "winners")
         clocks.publish(step, str(instr.args["value"]), step.round(), clocks.everybody)
+        clocks.rows.publish()
+        if step.turn + 1 < clocks.turns:
+            clocks.read_control("positions", clocks.everybody, step)
+            clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polls.winners(clocks.device)])
+            clocks.rows.take(polls.winners(clocks.device))
+            self._barrier(instr, "token")
+            return
         clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polls.chosen(clocks.device)])
         self._barrier(instr, "choice", mask=block0)
+
+    def _release_rows(self, step: Step) -> None:
+        if step.turn + 1 < self.clocks.turns:
+            self.clocks.rows.release(self.clocks.known)
+
+    def _acquire_rows(self, step: Step) -> None:
+        if step.turn:
+            self.clocks.rows.acquire(step)
 
     def _cached(self, instr: Instr, make: Callable[[Device, Instr], T], kind: str = "") -> T:
         """A layer's polls are those of every layer."""

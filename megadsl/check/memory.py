@@ -3,7 +3,7 @@
 Between two of the block's barriers its warps run in any order. So two accesses to the same bytes, one of them a write, must
 have a barrier between them, unless each thread touches only what it wrote itself. Played for every kind of block (those that
 own as much of everything are alike) over three layers: barriers order what lies further apart, and a layer's last accesses
-meet the next one's first in every pair of layers alike.
+meet the next one's first in every pair of layers alike. So do those of a launch's steps: two of them are played.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Area
 from megadsl.lower.memory import ABORT_BYTES
+from megadsl.lower.steps import PROGRESS_BYTES
 from megadsl.source import Span
 
 RACE = declare(
@@ -39,6 +40,7 @@ OVERLAP = declare(
     "MK514", "{a!r} and {b!r} lie over each other in shared memory, and both live as long as the launch", "give each bytes of its own"
 )
 LAYERS = 3
+TURNS = 2  # steps of a launch
 
 
 def check_memory(device: Device, findings: Findings) -> list[str]:
@@ -49,8 +51,9 @@ def check_memory(device: Device, findings: Findings) -> list[str]:
     count = 0
     for block in kinds:
         count += _play(device, block, findings)
+    layers = min(LAYERS, device.plan.graph.layers)
     return [
-        f"shared memory: {count} accesses of {len(kinds)} kinds of block over {min(LAYERS, device.plan.graph.layers)} layers: a barrier"
+        f"shared memory: {count} accesses of {len(kinds)} kinds of block over {layers} layers of {device.turns(TURNS)} steps: a barrier"
         " between every two in conflict",
         f"shared memory: {len(device.plan.areas)} areas, those that live as long as the launch apart from all others",
     ]
@@ -103,7 +106,7 @@ def _play(device: Device, block: int, findings: Findings) -> int:
     meetings = count = 0
     last: dict[tuple[str, int, bool], _Last] = {}
     areas = {a.name: a for a in device.plan.areas}
-    for event in Stream(device, block).events(min(LAYERS, device.plan.graph.layers)):
+    for event in Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)):
         if isinstance(event, Meet):
             meetings += 1
             continue
@@ -178,9 +181,15 @@ def _inside(a: Access, areas: dict[str, Area], findings: Findings) -> None:
 
 
 def _reserved(device: Device, findings: Findings) -> None:
-    """Words that every role uses: the abort word with the deadline behind it, a gate per op, and whether a meeting is ahead."""
+    """Words that every role uses: the abort word with the deadline behind it, a gate per op, whether a meeting is ahead, the
+    launch's steps."""
     areas = {a.name: a for a in device.plan.areas}
-    for name, need in (("abort", ABORT_BYTES), ("gates", 4 * len(device.plan.graph.ops)), ("meeting", 4)):
+    for name, need in (
+        ("abort", ABORT_BYTES),
+        ("gates", 4 * len(device.plan.graph.ops)),
+        ("meeting", 4),
+        ("progress", device.several * PROGRESS_BYTES),
+    ):
         if areas[name].bytes < need:
             begin = areas[name].offset
             rows = [("every role", [f"uses {need} bytes"]), (name, [f"{areas[name].bytes} bytes"])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
 from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
 
@@ -82,6 +83,15 @@ class Step:
     instr: Instr
     layer: int | None
     names: dict[str, int]
+    turn: int = 0  # which of the launch's steps
+
+    @property
+    def when(self) -> tuple[int, int | None]:
+        return self.turn, self.layer
+
+    def inner(self, instr: Instr) -> Step:
+        """An instruction nested in this one."""
+        return replace(self, instr=instr)
 
     def round(self, argument: str = "round") -> int:
         return evaluate(str(self.instr.args[argument]), self.names)
@@ -153,15 +163,24 @@ class Device:
         found = {share_owner(e.groups, self.blocks, e.share_offset, g) for g in range(first, first + count)}
         return list(range(min(found), max(found) + 1)) if e.wire == "Tagged" else sorted(found)
 
-    def steps(self, program: Program, layers: int, epoch: int = 1) -> Iterator[Step]:
-        """Every instruction in program order, a prologue's left inside its linear, over ``layers`` layers."""
-        for item in program.body:
-            count = layers if isinstance(item, LayerLoop) else 1
-            for layer in range(count):
+    @cached_property
+    def several(self) -> bool:
+        """Whether a launch can make several steps."""
+        return feeds_itself(self.plan.graph, self.plan.schedule)
+
+    def turns(self, count: int) -> int:
+        """Steps of a launch, at most ``count``."""
+        return count if self.several else 1
+
+    def steps(self, program: Program, layers: int, epoch: int = 1, turns: int = 1) -> Iterator[Step]:
+        """Every instruction in program order, a prologue's left inside its linear, over ``turns`` steps of ``layers`` layers."""
+        for turn in range(turns):
+            for item in program.body:
                 looped = isinstance(item, LayerLoop)
-                names = {"epoch": epoch, "layers": layers, "layer": layer}
-                for phase in item.body if isinstance(item, LayerLoop) else (item,):
-                    yield from (Step(i, layer if looped else None, names) for i in phase.body)
+                for layer in range(layers if isinstance(item, LayerLoop) else 1):
+                    names = {"epoch": epoch + turn, "layers": layers, "layer": layer}
+                    for phase in item.body if isinstance(item, LayerLoop) else (item,):
+                        yield from (Step(i, layer if looped else None, names, turn) for i in phase.body)
 
 
 def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:

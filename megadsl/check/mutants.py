@@ -21,8 +21,8 @@ from megadsl.machine import Machine
 from megadsl.types import Level
 
 # Instructions that order something. Arithmetic is not the checker's subject.
-_SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector")
-_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync")
+_SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector", "release_rows", "acquire_rows")
+_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync", "await_rows")
 _ROUNDS = ("round", "qkv_round", "parts_round")
 _WIRES = ("wire", "qkv_wire", "parts_wire")
 _OTHER_WIRE = {"Tagged": "Flag", "Sentinel": "Tagged", "Flag": "Sentinel"}

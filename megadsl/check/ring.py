@@ -49,7 +49,9 @@ LEFT = declare(
     "ring {ring!r} still holds {left} stages when its consumers have ended",
     "take every stage that is loaded, also in blocks without rows and with an empty cache",
 )
+ROWS = "cached rows"  # the gate that all loads of them share
 LAYERS = 3
+TURNS = 2  # steps of a launch
 TILES_AT_ONCE = 2
 LAPS = 3  # of a ring: begun, gone on, and left behind
 
@@ -100,6 +102,7 @@ class Block:
     device: Device
     block: int
     kv_len: int
+    turns: int = 1
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
@@ -133,11 +136,12 @@ class Block:
         """How many of these runs are held: one, or none where the block has no tiles."""
         return min(1, len(self.tiles(op, loader=False))) if self.device.held(op) else 0
 
-    def chunk_stages(self, op: str, ring: str) -> Iterator[tuple[tuple[object, ...], int]]:
-        """(unit and pass, stages) of an attention's cached rows."""
+    def chunk_stages(self, op: str, ring: str, turn: int) -> Iterator[tuple[tuple[object, ...], int]]:
+        """(unit and pass, stages) of an attention's cached rows in a step of the launch."""
+        rows = self.kv_len + (self.device.tokens + turn - 1 if turn else 0)
         heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
         for unit in range(self.block, heads.units, self.device.blocks):
-            _, begin, end, _ = attention_unit(heads.splits, unit, self.kv_len)
+            _, begin, end, _ = attention_unit(heads.splits, unit, rows)
             for turn in range(heads.passes(self.device.warps)):
                 if end > begin:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
@@ -146,25 +150,29 @@ class Block:
         return CHUNK_ROWS * int(self.device.op(op).head_dim) * 4
 
     def loader(self, program: Program, layers: int) -> Iterator[Fill | Gate]:
-        for step in self.device.steps(program, layers):
-            op, layer = step.instr.op, step.layer
+        for step in self.device.steps(program, layers, turns=self.turns):
+            op, layer = step.instr.op, step.when
             match step.instr.call:
                 case "pass_gate":
-                    yield Gate(op, (layer or 0) + 1, step)
+                    yield _gate(step, layers)
+                case "await_rows":
+                    yield Gate(ROWS, step.turn, step)
                 case "load_vector":
                     yield Fill((str(step.instr.args["record"]), layer), 1, step)
                 case "load_matrix":
                     runs = self.tiles(op, loader=True)
                     yield from (Fill((op, layer, run), self.stages(op, run[1], loader=True), step) for run in runs)
                 case "load_cache":
-                    yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role))
+                    yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role, step.turn))
 
     def consumer(self, layers: int) -> Iterator[Action]:
-        for step in self.device.steps(self.device.consumer, layers):
-            op, layer = step.instr.op, step.layer
+        for step in self.device.steps(self.device.consumer, layers, turns=self.turns):
+            op, layer = step.instr.op, step.when
             match step.instr.call:
                 case "open_gate":
-                    yield Gate(op, (layer or 0) + 1, step)
+                    yield _gate(step, layers)
+                case "acquire_rows":
+                    yield Gate(ROWS, step.turn, step)
                 case "matrix":
                     ring = str(step.instr.args["ring"])
                     yield from self._vectors(step)
@@ -182,16 +190,21 @@ class Block:
                         yield Take(str(step.instr.args["ring"]), fill, 1, keep=self.device.direct(op))
                 case "attention":
                     ring = str(step.instr.args["ring"])
-                    yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring))
+                    yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring, step.turn))
 
     def _vectors(self, step: Step) -> Iterator[Action]:
         for inner in step.instr.body:
-            at = Step(inner, step.layer, step.names)
+            at = step.inner(inner)
             if inner.call == "wait_vector":
                 name = f"{inner.op}.{inner.args['arg']}"
-                yield Take(str(inner.args["ring"]), Fill((name, step.layer), 1, at), int(str(inner.args["ahead"])) + 1, keep=True)
+                yield Take(str(inner.args["ring"]), Fill((name, step.when), 1, at), int(str(inner.args["ahead"])) + 1, keep=True)
             elif inner.call == "release_vector":
                 yield Release(str(inner.args["ring"]), at)
+
+
+def _gate(step: Step, layers: int) -> Gate:
+    """An op's gate, which counts through all steps."""
+    return Gate(step.instr.op, step.turn * (layers + 1) + (step.layer or 0) + 1, step)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -373,11 +386,11 @@ def check_rings(device: Device, findings: Findings) -> list[str]:
     lengths, kinds, count = kv_lengths(device), block_kinds(device), 0
     for block in kinds:
         for kv_len in lengths:
-            count += _Play(Block(device, block, kv_len), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
+            count += _Play(Block(device, block, kv_len, device.turns(TURNS)), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
     rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
     return [
         f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
-        f" x kv_len {', '.join(map(str, lengths))} ({count} actions)",
+        f" x kv_len {', '.join(map(str, lengths))}, {device.turns(TURNS)} steps ({count} actions)",
         f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; stages, tapes and barriers fit their areas",
     ]
 

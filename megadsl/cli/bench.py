@@ -26,6 +26,7 @@ def command(
     tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="New tokens of a step, each a kernel of its own.")] = "1",
     kv: Annotated[str, typer.Option("--kv", metavar="ROWS,...", help="Cached rows that a step finds.")] = "512",
     replays: Annotated[int, typer.Option("--replays", min=2, metavar="N", help="Timed runs of each contestant.")] = 200,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Also time launches of N steps beside N launches.")] = 1,
     baseline: Annotated[
         Baseline,
         typer.Option("--baseline", help="Our own kernels, one op a launch; torch's in a CUDA graph as well; torch.compile as well."),
@@ -46,23 +47,24 @@ def command(
 
     Prints per pair of tokens and cached rows: the median time with its 10th and 90th percentile, the multiple of the floor that bytes
     set, the error against fp32 beside torch bf16's, and the times of torch on the same inputs, in the same process, in interleaved rounds.
-    Exits with 1 when the fidelity gate fails or a replay gives other bits. In the emulator times say nothing about a GPU.
+    Exits with 1 when the gate fails, or replays or several steps a launch give other bits. Emulated times say nothing about a GPU.
     """
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
 
     counts, lengths = _numbers("--tokens", tokens, least=1), _numbers("--kv", kv, least=0)
     chosen = resolve(device)
-    room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts))) if max_kv is None else max_kv
+    room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
     rows: list[Row] = []
 
-    def subject_of(count: int, *, apart: bool = False, **options: Any) -> Subject:
+    def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
         own = blocks_on(chosen, blocks)
         shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "tokens": count, "max_kv": room, "blocks": own}
-        return Subject(compile_model(model, **shared), chosen.value, options, _apart(model, shared) if apart else None)
+        apart = _apart(model, shared) if beside and baseline is not Baseline.NONE else None
+        return Subject(compile_model(model, **shared), chosen.value, options, apart, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
-        subject = subject_of(count, apart=baseline is not Baseline.NONE)
+        subject = subject_of(count, beside=True)
         about = describe(subject)
         if not rows:
             typer.echo(f"{about['model']} on {about['device']}; {about['clock']}")

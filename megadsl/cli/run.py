@@ -28,13 +28,16 @@ def command(
         ),
     ] = None,
     device: On = Device.AUTO,
+    steps_per_launch: Annotated[
+        int | None, typer.Option("--steps-per-launch", min=1, metavar="N", help="Tokens that a launch decodes, at most 32. Default: 8.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
     config: Config = None,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
 ) -> None:
-    """Continue a prompt greedily, with one kernel launch per token."""
+    """Continue a prompt greedily, with one kernel launch for several tokens."""
     from megadsl.driver import compile_model
     from megadsl.dsl.checkpoints import is_checkpoint
     from megadsl.runtime.generate import Generator
@@ -43,7 +46,7 @@ def command(
     compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
     if weights is None and is_checkpoint(model):
         weights = Path(model)
-    result = Generator(compiled, weights, chosen.value).generate(prompt, max_new_tokens)
+    result = Generator(compiled, weights, chosen.value, steps_per_launch=steps_per_launch).generate(prompt, max_new_tokens)
     if as_json:
         fields = {"prompt_ids": result.prompt_ids, "ids": result.ids, "text": result.text, "ms_per_token": result.ms_per_token}
         typer.echo(json.dumps(fields))

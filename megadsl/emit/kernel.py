@@ -19,6 +19,7 @@ from megadsl.lower.operands import head_vectors, kept_values, prologue_values, v
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import begin_name, ident
+from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
 
@@ -71,6 +72,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "together": lambda op: tiles_together(op, plan.schedule),
         "wire": lambda value, wire: _wire(plan, value, wire),
         "published": lambda instr: _published(plan, instr),
+        **_steps(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -113,6 +115,12 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
+
+
+def _steps(plan: Plan) -> dict[str, Any]:
+    """What a loop over the steps of a launch needs."""
+    gated = any(i.call == "open_gate" for p in plan.programs for i in instructions(p.body))
+    return {"several_steps": feeds_itself(plan.graph, plan.schedule), "readable": READABLE, "gates": gated}
 
 
 def _camel(name: str) -> str:

@@ -71,7 +71,7 @@ def _nobody_gave_up(_: Place, facts: Facts) -> bool:
 
 
 def _taken(place: Place, facts: Facts) -> bool:
-    return facts.proved and _nobody_gave_up(place, facts)
+    return facts.proved and _nobody_gave_up(place, facts) and not facts.passes("leave_steps")
 
 
 def _only_a_window(_: Place, facts: Facts) -> bool:
@@ -108,8 +108,8 @@ EQUIVALENT = (
         Point.PHASE,
         Change.DROP,
         "Loader::drain",
-        "only a launch that was given up needs it, and none was: in every other the consumers wait for every copy, as the checker proves,"
-        " and shared memory outlives them",
+        "only a launch that was given up, or that a stop id has ended early, needs it, and none was: in every other the consumers wait for"
+        " every copy, as the checker proves, and shared memory outlives them",
         _taken,
     ),
     Equivalent(

@@ -18,6 +18,7 @@ from megadsl.lower.gathers import is_direct, tiles_together
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
+from megadsl.lower.steps import PROGRESS_BYTES, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
 from megadsl.source import Span
@@ -155,6 +156,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "abort", ABORT_BYTES
     yield "gates", 4 * len(graph.ops)
     yield "meeting", 4
+    yield "progress", PROGRESS_BYTES if feeds_itself(graph, schedule) else 0
     for role, ring in schedule.rings:
         yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
@@ -191,7 +193,7 @@ def _entries(op: Op, graph: Graph, schedule: Schedule) -> int:
     prefetch = schedule.op(op.name).prefetch
     others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
     if isinstance(op, Attention):
-        return 1 + others
+        return 1 + others + passes_rows_on(graph, schedule)
     return _runs(op, graph, schedule) + len(vectors(op)) + others
 
 

@@ -15,6 +15,7 @@ from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
+from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
 
@@ -70,6 +71,9 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
     if isinstance(op, Attention):
         if builder.schedule.scope == "op":
             yield join(op.name, op.span)
+        if passes_rows_on(builder.graph, builder.schedule):
+            turn = builder.site(role, op.name, "gate", "the epoch whose cached rows may be copied", op.span)
+            yield Instr(Verb.WAIT, "await_rows", op.name, op.span, turn, reads=(ROWS,))
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
@@ -82,7 +86,10 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
 
 
 def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
-    for phase in _own_phases(builder, op, role):
+    before, behind = around_rows(op, builder.graph, builder.schedule)
+    for index, phase in enumerate(_own_phases(builder, op, role)):
+        if index == 0 and (before or behind):
+            phase = replace(phase, body=(*before, *phase.body, *behind))
         yield joined(phase) if builder.schedule.scope == "op" else phase
 
 
@@ -371,7 +378,8 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
     site = builder.site(role, op.name, "exchange", "round of the best candidates", op.span)
     region = Region("exchange", best, Level.GPU, "epoch")
     control = Region("control", "next_ids", Level.GPU)
-    syncs, args = ("candidates", "winners", "choice"), {"value": best, "round": "epoch"}
+    between = ("token",) if feeds_itself(builder.graph, builder.schedule) else ()
+    syncs, args = ("candidates", "winners", *between, "choice"), {"value": best, "round": "epoch"}
     return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), syncs=syncs, args=args)
 
 

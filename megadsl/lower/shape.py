@@ -58,7 +58,7 @@ def build_shape(
     """All members of Shape, in order. ``room``: records that the timeline of a role may have."""
     step = (
         schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
-        memory.offset("gates"), memory.offset("meeting"), room,
+        memory.offset("gates"), memory.offset("meeting"), room, memory.offset("progress"),
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     for role, ring in memory.rings:

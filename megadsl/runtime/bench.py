@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
 from megadsl.runtime.bench_baselines import Prepared, Task, prepare
 from megadsl.runtime.bench_kinds import Baseline
+from megadsl.runtime.bench_steps import StepsRow, StepsTrial
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.generate import Compiled, Generator
 from megadsl.runtime.program import Program, Replay, resolve_device
@@ -62,10 +64,11 @@ class Row:
     host_us: float | None
     baselines: tuple[BaselineRow, ...]
     launches: BaselineRow | None = None
+    steps: StepsRow | None = None
 
     @property
     def passed(self) -> bool:
-        return self.gate.passed and self.differ == 0
+        return self.gate.passed and self.differ == 0 and (self.steps is None or self.steps.failure is None)
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -84,6 +87,7 @@ class Row:
             **_time_fields(self.times, self.floor_ms), "floor_ms": self.floor_ms,
             "replays": self.replays, "replays_that_differ": self.differ, "host_us_per_launch": self.host_us,
             "one_op_a_launch": None if self.launches is None else self.launches.fields(self.floor_ms),
+            "several_steps_a_launch": None if self.steps is None else self.steps.fields(),
             "baselines": [row.fields(self.floor_ms) for row in self.baselines],
             "best_baseline": None if best is None else best[0],
             "best_baseline_over_ours": None if best is None else best[1] / self.times.median,
@@ -99,6 +103,8 @@ class Row:
             f" gate {verdict}: {self.gate.ours.mean:.3e} against bf16 {self.gate.bf16.mean:.3e},"
             f" tokens {agreed}/{self.gate.tokens.compared}, replays that differ {self.differ}"
         )
+        if self.steps is not None:
+            yield f"    {self.steps.text()}"
         for row in (*((self.launches,) if self.launches is not None else ()), *self.baselines):
             yield f"    {row.name}: {row.text(self.times.median)}"
 
@@ -150,12 +156,17 @@ class Subject:
 
     Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to
     the Program. ``apart`` is the same model compiled with one op a launch, to be timed beside it, or why it does not compile; None: it
-    is left out. Turns TF32 off for the process.
+    is left out. ``steps`` > 1: launches of so many steps are timed as well, beside as many launches. Turns TF32 off for the process.
     Raises what Generator does.
     """
 
     def __init__(
-        self, compiled: Compiled, device: str, options: Mapping[str, Any] | None = None, apart: Compiled | str | None = None
+        self,
+        compiled: Compiled,
+        device: str,
+        options: Mapping[str, Any] | None = None,
+        apart: Compiled | str | None = None,
+        steps: int = 1,
     ) -> None:
         torch.set_float32_matmul_precision("highest")  # the oracle is fp32
         self.manifest, self.graph, self.count = compiled.manifest, compiled.graph, int(compiled.manifest["tokens"])
@@ -169,6 +180,9 @@ class Subject:
         self.why_not_apart = apart if isinstance(apart, str) else None
         if apart is not None and not isinstance(apart, str):
             self.apart = Program(apart.manifest, apart.source, where, self.generator.program.buffers["weights"])
+        arena = self.generator.program.buffers["weights"]
+        again = partial(Program, self.manifest, compiled.source, where, arena, **dict(options or {}))
+        self.steps = StepsTrial(again, steps) if steps > 1 else None
         self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
         self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
         self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
@@ -185,6 +199,7 @@ class Subject:
         self._random.manual_seed(1000 + rows)
         self.generator.reset()
         programs = [self.generator.program, *([self.apart] if self.apart is not None else [])]
+        programs += self.steps.programs if self.steps is not None else ()
         for (cache, layer), (keys, values) in self.oracle.caches.items():
             shape = keys[:, :rows].shape
             k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
@@ -226,12 +241,15 @@ class Subject:
         ours, differ = self._contestant(self._ready(program, ids, kv))
         apart = None if which is Baseline.NONE else self._apart(ids, kv)
         rivals = [rival for each in (apart, *baselines) if each is not None and (rival := each.contestant()) is not None]
+        wrong = None if self.steps is None else self.steps.begin(kv, ids)
+        rivals += () if self.steps is None else self.steps.contestants()
         times = self.clock.times([ours, *rivals], replays)
         program.check()
         rows = tuple(BaselineRow(baseline, times.get(baseline.name)) for baseline in baselines)
         launches = None if apart is None else BaselineRow(apart, times.get(apart.name))
+        steps = None if self.steps is None else self.steps.row(times, wrong)
         host_us = host_microseconds(program)
-        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows, launches)
+        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows, launches, steps)
 
     def timed(self, kv: int, replays: int) -> Timed:
         """The step on ``kv`` cached rows, alone: its median time, its logits, and its timeline where the build leaves one."""

@@ -15,8 +15,12 @@ from megadsl.ir.plan import FIRST_EPOCH
 # u32 words of mk::Control
 ERROR, EPOCH, KV_LEN, N_TOKENS, FLAGS, TIMEOUT_US, STEPS, ABORT = range(8)
 TOKEN_IDS, POSITIONS, ANCESTORS, NEXT_IDS, RECORD, CHAOS = 8, 24, 40, 56, 72, 80
+NUM_STEPS, STOP_IDS, STEPS_MADE, CHOSEN = 81, 82, 90, 91
 WORDS = 128
 MOST_TOKENS = 16
+MOST_STEPS = 32  # of one launch
+MOST_STOP_IDS = 8
+NO_ID = -1
 
 ADVANCE = 1  # flag bit: the kernel itself prepares the next step, with the token that it chose
 
@@ -94,7 +98,8 @@ class Control:
     def reset(self) -> None:
         """As before the first launch: epoch 1, an empty KV cache, no error."""
         fresh = torch.zeros(WORDS, dtype=torch.int32)
-        fresh[EPOCH], fresh[TIMEOUT_US] = FIRST_EPOCH, self._timeout_us
+        fresh[EPOCH], fresh[TIMEOUT_US], fresh[NUM_STEPS] = FIRST_EPOCH, self._timeout_us, 1
+        fresh[STOP_IDS:STEPS_MADE] = NO_ID
         with self._turn():
             self.words.copy_(fresh)
 
@@ -112,6 +117,15 @@ class Control:
         """The seed (0 to 2**31 - 1) of the delays of the next launches, in a build with MK_CHAOS; 0: none."""
         with self._turn():
             self.words[CHAOS] = seed
+
+    def set_steps(self, count: int, stop_ids: Iterable[int] = ()) -> None:
+        """How many steps each of the next launches makes (1 to 32), and up to 8 ids that end a launch of several."""
+        words = torch.full((1 + MOST_STOP_IDS,), NO_ID, dtype=torch.int32)
+        words[0] = count
+        for index, token in enumerate(stop_ids, 1):
+            words[index] = token
+        with self._turn():
+            self.words[NUM_STEPS:STEPS_MADE].copy_(words)
 
     def set_inputs(self, kv_len: int, ids: Sequence[int], positions: Iterable[int], ancestors: Iterable[int], flags: int = 0) -> None:
         """What the next launch reads: up to 16 token ids, their positions and ancestor masks, the rows in the KV cache."""

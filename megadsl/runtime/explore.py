@@ -31,6 +31,7 @@ class Inputs:
     kv_len: int
     ids: tuple[int, ...]
     flags: int = 0
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Subject:
     ``manifest`` and ``source`` are the compiler's, for a few blocks. Weights are random, but for the last row of the embedding:
     all ones, the bits that an exchange may take for an empty slot. Cached rows are random. Launches: an empty cache; a cache of
     several chunks; fewer tokens than the kernel takes, so that some rows are zeros; a launch that prepares the next one itself,
-    and that one; the row of all ones. Calling it builds the kernel with the race detector and gives a Run for
-    :func:`megadsl.emulate.explore.explore`.
+    and that one; the row of all ones; where the kernel can, three steps whose rows begin a new chunk. Calling it builds the kernel with
+    the race detector and gives a Run for :func:`megadsl.emulate.explore.explore`.
     """
 
     manifest: dict[str, Any]
@@ -103,6 +104,7 @@ class Subject:
             Inputs(after, some(tokens), ADVANCE),
             None,
             Inputs(after + tokens, (vocab - 1,)),
+            *([Inputs(max(0, min(14, rows - tokens - 2)), some(tokens), steps=3)] if self.manifest["several_steps"] else []),
         ]
 
     def launches(self, program: Program) -> Iterator[tuple[Outcome, LaunchReport]]:
@@ -117,6 +119,7 @@ class Subject:
                 count = len(inputs.ids)
                 positions = range(inputs.kv_len, inputs.kv_len + count)
                 program.control.set_inputs(inputs.kv_len, inputs.ids, positions, [(2 << i) - 1 for i in range(count)], inputs.flags)
+                program.set_steps(inputs.steps)
             program.logits.fill_(float("nan"))
             program.launch()
             assert program.report is not None

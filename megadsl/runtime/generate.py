@@ -1,4 +1,4 @@
-"""Text from a compiled model: prompts in chunks, greedy decoding with one launch per token, or logits."""
+"""Text from a compiled model: prompts in chunks, greedy decoding with several tokens a launch, or logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megadsl.diagnostics import Collector, collecting, declare, error
 from megadsl.dsl.checkpoints import rope_fields
 from megadsl.ir.graph import Graph, Linear
 from megadsl.ops.rope import rope_scaling
-from megadsl.runtime.control import ADVANCE, NEXT_IDS
+from megadsl.runtime.control import ADVANCE, CHOSEN, MOST_STOP_IDS, NEXT_IDS, STEPS_MADE
 from megadsl.runtime.gguf import demo_weights
 from megadsl.runtime.kv import rope_of
 from megadsl.runtime.pack import pack_weights
@@ -52,6 +52,8 @@ NO_TOKENIZER = declare(
 NO_WEIGHTS = declare("MK459", "no weights were given for {model}", "give a GGUF file or a checkpoint's directory with --weights PATH")
 THETA = declare("MK424", "the spec rotates with {spec}, the checkpoint was trained with {checkpoint}", "use {checkpoint} in mk.rope")
 
+STEPS_PER_LAUNCH = 8  # what launches cost beside their steps is then an eighth, and text still flows
+
 _DEMO_MODEL = "smollm2-135m"
 
 
@@ -85,7 +87,9 @@ class Generator:
     """A model with its weights and KV cache.
 
     ``weights``: a GGUF file, a Hugging Face directory, a source, or None for the demo's (smollm2-135m only). ``device``: "cuda",
-    "cuda:N", or "cpu" for the emulator. Raises MK400 to MK448 for what is wrong with weights or machine, all weights at once.
+    "cuda:N", or "cpu" for the emulator. ``steps_per_launch``: how many tokens a launch decodes greedily, by default 8 where the kernel
+    can make several steps. Raises MK465 and MK466 as Program.set_steps does, MK400 to MK448 for what is wrong with weights or machine,
+    all weights at once.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Generator:
         device: str = "cuda",
         *,
         progress: bool = True,
+        steps_per_launch: int | None = None,
         **options: Any,
     ) -> None:
         self.manifest = compiled.manifest
@@ -107,6 +112,9 @@ class Generator:
         self.program = Program(self.manifest, compiled.source, where, arena, **options)
         self._chooses = any(isinstance(op, Linear) and op.sink == "argmax" for op in compiled.graph.ops)
         self._kv_len = 0
+        self.steps_per_launch = steps_per_launch or (STEPS_PER_LAUNCH if self.manifest["several_steps"] else 1)
+        self.program.set_steps(self.steps_per_launch)  # or refuses
+        self.program.set_steps(1)
         self._replay = self.program.capture()
 
     @property
@@ -166,11 +174,12 @@ class Generator:
             text.add(first)
         steps, began = 0, time.perf_counter()
         if max_new_tokens > 1 and first not in stops:
-            for token in self._decode(first, max_new_tokens - 1):
+            for token in self._decode(first, max_new_tokens - 1, sorted(stops)[:MOST_STOP_IDS]):
                 steps += 1
                 text.add(token)
                 if token in stops:
                     break
+            self.program.set_steps(1)
         spent = time.perf_counter() - began
         self._kv_len = len(prompt_ids) + steps
         return Generation(prompt_ids, text.ids, text.whole(), 1e3 * spent / steps if steps else 0.0)
@@ -236,19 +245,26 @@ class Generator:
                 if not mask >> index & 1 or not 0 <= mask < 1 << count:
                     found.add(ANCESTORS, mask=mask, index=index, count=count, own=1 << index)
 
-    def _decode(self, token: int, count: int) -> Iterator[int]:
+    def _decode(self, token: int, count: int, stops: Sequence[int]) -> Iterator[int]:
         """Up to ``count`` greedy tokens after ``token``. The kernel feeds itself; the host reads behind it."""
         self.program.control.set_inputs(self._kv_len, [token], [self._kv_len], [1], flags=ADVANCE)
-        # on a GPU the next step is enqueued before this one's token is read, so that the GPU never waits for the host
+        # on a GPU the next launch is enqueued before this one's tokens are read, so that the GPU never waits for the host
         behind = 2 if self.program.device.type == "cuda" else 1
         pending: deque[Snapshot] = deque()
-        for _ in range(count):
+        steps = 0
+        for begin in range(0, count, self.steps_per_launch):
+            if steps != (steps := min(self.steps_per_launch, count - begin)):
+                self.program.set_steps(steps, stops)
             self._replay.replay()
             pending.append(self.program.snapshot())
             if len(pending) == behind:
-                yield self.program.check(pending.popleft())[NEXT_IDS]
+                yield from self._chosen(pending.popleft())
         while pending:
-            yield self.program.check(pending.popleft())[NEXT_IDS]
+            yield from self._chosen(pending.popleft())
+
+    def _chosen(self, snapshot: Snapshot) -> list[int]:
+        words = self.program.check(snapshot)
+        return words[CHOSEN : CHOSEN + words[STEPS_MADE]]
 
 
 class _Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.emulate import Emulator, LaunchReport, Mutant
 from megadsl.resources import include
-from megadsl.runtime.control import ERROR, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
+from megadsl.runtime.control import ERROR, MOST_STEPS, MOST_STOP_IDS, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
 from megadsl.runtime.cuda import CudaKernel, check_gpu
 from megadsl.runtime.kv import KvCache, rope_of, rope_table
 from megadsl.runtime.queue import LaunchQueue
@@ -25,6 +25,13 @@ ARENA_SIZE = declare(
     "the weights arena has {got} bytes on {device}, the kernel reads {want} on {wanted}",
     "pack the weights with this kernel's manifest and device",
 )
+ONE_STEP = declare(
+    "MK465",
+    "a launch of kernel {model} makes one step, {count} were asked for: {why}",
+    "ask for one step a launch, or {mend}",
+)
+STEP_COUNT = declare("MK466", "{count} steps a launch", "ask for 1 to {most}")
+STOP_COUNT = declare("MK467", "{count} ids that end a launch", "give at most {most}, and look for others among the ids of each launch")
 DEVICE_UNKNOWN = declare("MK448", "there is no device {device!r}", "choose cuda, cuda:N or cpu")
 
 BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace")  # in the order of mk::Buffers
@@ -115,8 +122,31 @@ class Program:
         self.kv = KvCache(manifest, self.buffers["kv"]) if manifest["kv"] else None
         self._launch = self._loader(source, cubin, dict(defines or {}))
 
+    def set_steps(self, count: int, stop_ids: Sequence[int] = ()) -> None:
+        """How many decode steps each of the next launches makes, those of captured graphs included: 1 until this is called.
+
+        The first one has the inputs that :attr:`control` was given, each of the others the token that the one before has chosen
+        behind its last. A launch of several steps ends early with the step that chooses one of ``stop_ids`` (at most 8). How many it
+        made and what they chose stands in the control block (STEPS_MADE, CHOSEN); logits are the last step's, and so are the next ids,
+        of which earlier steps tell the last new token's alone. The KV cache must have room for all new rows. Raises MK465 where
+        the kernel makes one step a launch, MK466 and MK467.
+        """
+        if not 1 <= count <= MOST_STEPS:
+            raise error(STEP_COUNT, count=count, most=MOST_STEPS)
+        if len(stop_ids) > MOST_STOP_IDS:
+            raise error(STOP_COUNT, count=len(stop_ids), most=MOST_STOP_IDS)
+        if count > 1 and not self.manifest["several_steps"]:
+            apart = len(self.manifest["launches"]) > 1
+            why, mend = (
+                ("a step is a launch for each op", "compile with launch scope 'step'")
+                if apart
+                else ("it returns logits and chooses no token", "return mk.argmax(...) from the spec")
+            )
+            raise error(ONE_STEP, model=self.manifest["model"], count=count, why=why, mend=mend)
+        self.control.set_steps(count, stop_ids)
+
     def launch(self) -> None:
-        """Run one step: on a GPU enqueued on torch's current stream, in the emulator to its end.
+        """Run one step, or as many as :meth:`set_steps` says: on a GPU enqueued on torch's current stream, in the emulator to its end.
 
         The emulator raises MegakernelHang itself; on a GPU :meth:`check` does. Raises MK444 and MK449 as LaunchQueue.turn does.
         """

@@ -102,6 +102,26 @@ MK_PTX void store_strong(V* p, V v, bool release, detect::Pc pc) {
   maybe_preempt();
 }
 
+// The same in shared memory, at the scope of the block.
+MK_PTX u32 load_shared_acquire(const char* p, detect::Pc pc) {
+  maybe_preempt();
+  const bool acquire = detect::change_at(Point::kAcquire, pc) == Change::kNone;
+  u32 v = load_shared<u32>(p);
+  detect::shared_access(p, 4, detect::kStrong, pc);
+  v = detect::relaxed_load(reinterpret_cast<const u32*>(p), v, acquire, pc);
+  polled(p, v);
+  return v;
+}
+
+MK_PTX void store_shared_release(char* p, u32 v, detect::Pc pc) {
+  const Change change = detect::change_at(Point::kRelease, pc);
+  if (change == Change::kDrop) return;
+  detect::shared_access(p, 4, detect::kStrong | detect::kWrite, pc);
+  detect::relaxed_store(reinterpret_cast<const u32*>(p), v, change == Change::kNone, pc);
+  store_shared<u32>(p, v);
+  maybe_preempt();
+}
+
 // An atomic read-modify-write: `change(old)` is the new value, `old` always the newest.
 template <class F>
 MK_PTX u32 exchange(u32* p, detect::Pc pc, F change) {

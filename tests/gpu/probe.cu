@@ -37,6 +37,7 @@ MK_DEV void answer(const mk::Buffers& b, const Shape& s, u32 epoch) {
     for (u32 v = 0; v < vocab; ++v) ptx::st_global<float>(b.logits + t * vocab + v, v == next ? weight : 0.0f);
     ptx::st_global<u32>(c->next_ids + t, next);
   }
+  ptx::st_global<u32>(c->chosen, next), ptx::st_global<u32>(&c->steps_made, 1u);
   if (ptx::ld_global<u32>(&c->flags) & mk::kFlagAdvance) {
     const u32 rows = ptx::ld_global<u32>(&c->kv_len) + count;
     ptx::st_global<u32>(&c->kv_len, rows), ptx::st_global<u32>(c->positions, rows);
@@ -53,7 +54,7 @@ extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, con
   if (!mk::may_run(b)) return;
   const u32 epoch = ptx::ld_global<u32>(&b.control->epoch);
   const u32 silent = ptx::ld_global<u32>(reinterpret_cast<const u32*>(b.kv));
-  if (ptx::thread_id() == 0) mk::init_block(cx);
+  if (ptx::thread_id() == 0) mk::init_block(cx, 1);
   ptx::syncthreads();
   u32* words = reinterpret_cast<u32*>(b.exchange);
   if (ptx::thread_id() != 0) return;

@@ -49,6 +49,8 @@ struct alignas(16) u32x4 {
 
 constexpr u32 kWarpSize = 32;
 constexpr u32 kMaxTokens = 16;
+constexpr u32 kMaxSteps = 32;     // of one launch
+constexpr u32 kMaxStopIds = 8;
 
 // What a wait is waiting for; written to the error record when the wait gives up.
 struct WaitInfo {
@@ -68,7 +70,7 @@ struct ErrorRecord {
 };
 
 // State of one kernel instance in device memory, 512 bytes. token_ids, positions, ancestors and next_ids have one entry
-// per new token; bit j of ancestors[i] says that new token i attends to new token j (its own bit included).
+// per new token; bit j of ancestors[i] says that new token i attends to new token j (its own bit included). `steps` counts launches.
 struct alignas(16) Control {
   u32 error, epoch, kv_len, n_tokens, flags, timeout_us, steps, abort;
   u32 token_ids[kMaxTokens];
@@ -76,8 +78,12 @@ struct alignas(16) Control {
   u32 ancestors[kMaxTokens];
   u32 next_ids[kMaxTokens];
   ErrorRecord record;
-  u32 chaos;  // seed of a build with MK_CHAOS, 0: none
-  u32 reserved[47];
+  u32 chaos;      // seed of a build with MK_CHAOS, 0: none
+  u32 num_steps;  // of the next launches, at most kMaxSteps; 0 is one
+  u32 stop_ids[kMaxStopIds];  // a launch of several steps ends with the step that chooses one of them
+  u32 steps_made;             // by the last launch
+  u32 chosen[kMaxSteps];      // the id that each of its steps has chosen behind its last new token
+  u32 reserved[5];
 };
 static_assert(sizeof(Control) == 512, "Control is 128 words");
 

@@ -6,7 +6,8 @@
 
 namespace mk {
 
-// This launch's run-time inputs, read once: after the first exchange, block 0 may already be writing the next step's.
+// A step's run-time inputs. Those of a launch's first are read once: after the first exchange, block 0 may already be writing the next
+// launch's. Those of the others follow from them.
 struct Step {
   u32 epoch;
   u32 kv_len;

@@ -35,6 +35,7 @@ struct StepShape {
   i32 gates;       // shared memory: one word per op whose loads wait for the op to begin
   i32 meeting;     // shared memory: not 0 while the consumers are about to meet other blocks
   i32 records;     // room of a role for its timeline
+  i32 progress;    // shared memory: see Steps; not used where a launch makes one step
 };
 
 // Rows of a linear that are rotated: [begin, end).
@@ -44,8 +45,8 @@ struct RopeShape {
 };
 
 // Loads that must not run ahead wait here: the consumers open an op's gate for a layer when they reach it.
-MK_DEV void open_gate(smem_ptr<u32> gate, u32 thread, u32 layer) {
-  if (thread == 0) ptx::st_shared_volatile(gate, layer + 1);
+MK_DEV void open_gate(smem_ptr<u32> gate, u32 thread, u32 before) {
+  if (thread == 0) ptx::st_shared_release(gate, before + 1);
 }
 // False when an earlier launch left an error: queued replays then return at once, whatever they were to do.
 MK_DEV bool may_run(const Buffers& buffers) { return ptx::ld_relaxed(&buffers.control->error) == kErrorNone; }
@@ -58,9 +59,10 @@ MK_DEV Context enter(const Buffers& buffers, smem_ptr<u32> abort_word, Divisor b
   return cx;
 }
 
-MK_DEV void init_block(const Context& cx) {
+// `steps`: of the launch, each has the time of one.
+MK_DEV void init_block(const Context& cx, u32 steps) {
   ptx::st_shared<u32>(cx.abort_word, 0u);
-  ptx::st_shared<u64>(cx.deadline(), ptx::globaltimer() + u64(ptx::ld_global<u32>(&cx.control->timeout_us)) * 1000);
+  ptx::st_shared<u64>(cx.deadline(), ptx::globaltimer() + u64(ptx::ld_global<u32>(&cx.control->timeout_us)) * 1000 * steps);
 }
 
 MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {

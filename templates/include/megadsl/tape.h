@@ -5,10 +5,11 @@
 #pragma once
 #include "megadsl/attention.h"
 #include "megadsl/linear.h"
+#include "megadsl/steps.h"
 
 namespace mk {
 
-enum class Play : u32 { kWeights, kCache, kPrefetch, kGate };
+enum class Play : u32 { kWeights, kCache, kPrefetch, kGate, kRows };
 
 struct TapeEntry {
   Play kind;
@@ -20,7 +21,7 @@ struct TapeEntry {
   u32 tile;          // number of the first tile, for reports
   u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed
   u64 policy;
-  u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate: shared-memory offset of the gate
+  u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate, kRows: shared-memory offset of the word to wait for
   u32 units;         // kCache: KV heads * splits; else tiles from run to run, for reports
   u32 splits;
   u32 spare;
@@ -39,6 +40,48 @@ struct Run {
   u32 bytes;
 };
 
+// The order in which a loader plays its phases, step after step: [0, kBegin) once, [kBegin, kEnd) once a layer, then the rest. In the
+// first step each phase's entries are written before it is played.
+template <u32 kBegin, u32 kEnd, u32 kPhases>
+struct Walk {
+  struct Range {
+    u32 first, last;
+  };
+  static constexpr bool kLoops = kEnd > kBegin;
+
+  u32 layers, steps;
+  u32 phase = 0, layer = 0;
+  u32 begin = 0, end = 0;  // entries of a layer
+  bool written = false;
+
+  MK_DEV bool writes() const { return !written && layer == 0; }
+  // Which entries are due; `first` is how many there were before the phase's own were written, `size` how many there are.
+  MK_DEV Range due(u32 first, u32 size) {
+    if (writes()) {
+      if (phase == kBegin) begin = first;
+      if (phase < kEnd) end = size;
+      return {first, size};
+    }
+    if (phase < kBegin) return {0, kLoops ? begin : size};
+    return phase < kEnd ? Range{begin, end} : Range{end, size};
+  }
+  // Goes on, to the next step where one has ended; false behind the last.
+  MK_DEV bool next(Step& step) {
+    if (kLoops && phase + 1 == kEnd) {
+      if (++layer < layers) return true;
+      layer = 0;
+    }
+    ++phase;
+    if (written && kLoops && phase == kBegin) phase = kEnd - 1;
+    if (written && phase == kEnd && kEnd < kPhases) phase = kPhases - 1;
+    if (phase < kPhases) return true;
+    written = true;
+    phase = kBegin == 0 ? kEnd - 1 : kBegin - 1;
+    step = step_after(step);
+    return --steps != 0;
+  }
+};
+
 template <class R>
 struct Tape {
   const Context& cx;
@@ -46,10 +89,11 @@ struct Tape {
   Loader<R> loader;
   smem_ptr<TapeEntry> entries;
   u32 size = 0;
-  u32 kv_len;
+  Step step;
+  u32 gates;  // rounds of a step, see gates_before
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, u32 cached_rows)
-      : cx(context), buffers(b), loader(context, ring, window), entries(at), kv_len(cached_rows) {}
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds)
+      : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
@@ -79,7 +123,7 @@ struct Tape {
     const u32 ways = u32(s.ways), chunks = u32(s.pieces) / ways / u32(s.chunk_pieces);
     for_each_part(s, ways, own_groups(cx, s), [&](u32 part, RowGroups own) {
       for_each_pass(chunks == 1 ? ~0u : u32(s.pass_groups), chunks, own, [&](u32 first, u32 last, u32 chunk) {
-        rows(Play::kWeights, site, s, {first, last}, part * chunks + chunk, u32(s.chunk_pieces), ~0u, policy);
+        runs(Play::kWeights, site, s, {first, last}, part * chunks + chunk, u32(s.chunk_pieces), ~0u, policy);
       });
     });
   }
@@ -96,19 +140,21 @@ struct Tape {
   MK_DEV void prefetch(const LinearShape& s) {
     bool first = true;
     for_each_part(s, u32(s.ways), own_groups(cx, s), [&](u32 part, RowGroups own) {
-      if (first) rows(Play::kPrefetch, 0, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
+      if (first) runs(Play::kPrefetch, 0, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
       first = false;
     });
   }
 
   // What follows waits until the consumers have begun the op.
   MK_DEV void gate(u32 site, u32 offset) { add({Play::kGate, site, 0, 0, 0, 0, 0, 1, 0, offset, 0, 0, 0}); }
+  // What follows waits until the rows that the step before appended may be copied.
+  MK_DEV void rows(u32 site, u32 offset) { add({Play::kRows, site, 0, 0, 0, 0, 0, 1, 0, offset, 0, 0, 0}); }
 
   MK_DEV void play(u32 first, u32 last) {
 #pragma unroll 1
     for (u32 index = first; index < last; ++index) {
       const TapeEntry e = entry(index);
-      if (e.kind == Play::kGate) {
+      if (e.kind == Play::kGate || e.kind == Play::kRows) {
         pass_gate(e);
         continue;
       }
@@ -123,7 +169,7 @@ struct Tape {
 
  private:
   // Of each of the row groups, tiles [index * count, index * count + count); at most `most` bytes of them all.
-  MK_DEV void rows(Play kind, u32 site, const LinearShape& s, RowGroups own, u32 index, u32 count, u32 most, u64 policy) {
+  MK_DEV void runs(Play kind, u32 site, const LinearShape& s, RowGroups own, u32 index, u32 count, u32 most, u64 policy) {
     const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), groups = own.end - own.begin;
     if (own.begin >= own.end) return;
     const bool whole = count == pieces;
@@ -136,7 +182,7 @@ struct Tape {
     return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
-    const Unit unit = attention_unit(e.splits, index, kv_len);
+    const Unit unit = attention_unit(e.splits, index, step.kv_len);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
@@ -153,10 +199,11 @@ struct Tape {
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
+    const u32 due = e.kind == Play::kRows ? step.epoch : gates_before(step, gates) + cx.layer + 1;
     trace_copy(cx);
-    wait(cx, e.site, 0, cx.layer + 1, [&](u32& observed) {
-      observed = ptx::ld_shared_volatile(gate);
-      return observed >= cx.layer + 1;  // where nothing is loaded for the op, the consumers may be layers ahead
+    wait(cx, e.site, 0, due, [&](u32& observed) {
+      observed = ptx::ld_shared_acquire(gate);
+      return i32(observed - due) >= 0;  // where nothing is loaded for the op, the consumers may be layers ahead
     });
     trace_gate(cx, e.site);
   }

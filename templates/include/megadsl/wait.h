@@ -78,11 +78,11 @@ MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt at
 #pragma unroll 1
     for (u32 i = 0; i < kAtOnce; ++i)
       if (MK_LIKELY(attempt(observed)) || ptx::skips_wait()) return true;
+    if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;  // before the pause: a parked thread has to see it change
     if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) {
       detail::tell_all(cx);
       return false;
     }
-    if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;
     if (polls % kPollsPerCheck == 0 && detail::give_up(cx, site, tile, expected, observed)) return false;
   }
 }

@@ -69,6 +69,10 @@ MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) {
   host::detect::shared_access(p.address, 4, host::detect::kStrong | host::detect::kWrite, MK_PC);
 }
 
+// At the scope of the block.
+MK_OP u32 ld_shared_acquire(smem_ptr<u32> p) { return host::load_shared_acquire(p.address, MK_PC); }
+MK_OP void st_shared_release(smem_ptr<u32> p, u32 v) { host::store_shared_release(p.address, v, MK_PC); }
+
 #else
 
 MK_PTX smem_ptr<char> smem_base() {
@@ -131,6 +135,16 @@ MK_PTX u32 ld_shared_volatile(smem_ptr<u32> p) {
 
 MK_PTX void st_shared_volatile(smem_ptr<u32> p, u32 v) {
   asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(p.address), "r"(v) : "memory");
+}
+
+MK_PTX u32 ld_shared_acquire(smem_ptr<u32> p) {
+  u32 v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(p.address) : "memory");
+  return v;
+}
+
+MK_PTX void st_shared_release(smem_ptr<u32> p, u32 v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(p.address), "r"(v) : "memory");
 }
 
 #endif
