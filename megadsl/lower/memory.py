@@ -14,7 +14,7 @@ from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
-from megadsl.lower.gathers import is_direct, tiles_together
+from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -111,6 +111,8 @@ def copies_fit(op: Linear, graph: Graph, schedule: Schedule) -> bool:
 
 def _input_bytes(op: Linear, graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> int:
     """Bytes from the overlay's begin to the end of the op's own input."""
+    if in_registers(op, schedule):
+        return 0
     own = round_up(tiling(op).tile_columns * chunks[op.name] * graph.tokens * 2, 128)
     if len(prologue_values(op)) == 1:
         return own
@@ -120,7 +122,7 @@ def _input_bytes(op: Linear, graph: Graph, schedule: Schedule, chunks: dict[str,
 
 def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
     """Tiles of a row group whose activations are gathered at once: what the schedule says, else all of a part of the columns,
-    unless they would squeeze the ring."""
+    unless they would squeeze the ring, or where they arrive in registers, the products."""
     tiles, chosen, ways = tiling(op), schedule.op(op.name).chunk, schedule.op(op.name).ways
     if chosen:
         return chosen
@@ -128,7 +130,10 @@ def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
     pieces = tiles.pieces // ways
-    fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
+    each, most = column_bytes, CHUNK_BUDGET
+    if is_wide(op, schedule, graph.tokens):
+        each, most = wide_registers(op, schedule, graph.tokens), WIDE_REGISTERS
+    fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * each <= most]
     return max(fitting, default=1)
 
 
@@ -147,7 +152,7 @@ def pass_groups(op: Linear, graph: Graph, schedule: Schedule) -> int:
 def copies_vectors(op: Linear, graph: Graph, schedule: Schedule) -> bool:
     """Whether an op's vectors leave the ring before its input comes: for the tiles behind them to be held, or for all chunks to read."""
     early = bool(schedule.op(op.name).prefetch.registers) or column_chunks(op, graph, schedule) > 1
-    return bool(vectors(op)) and early and not is_direct(op, schedule)
+    return bool(vectors(op)) and early and not is_direct(op, schedule, graph.tokens)
 
 
 def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], chunks: dict[str, int]) -> Iterator[tuple[str, int]]:
@@ -241,7 +246,7 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
     """What each phase keeps in the overlay."""
     tokens, warps = graph.tokens, schedule.consumer.warps
     columns = [(op, tiling(op).tile_columns * chunks[op.name]) for op in graph.ops if isinstance(op, Linear)]
-    first = max((c for op, c in columns if not is_direct(op, schedule)), default=0) * tokens * 2
+    first = max((c for op, c in columns if not in_registers(op, schedule)), default=0) * tokens * 2
     second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
     yield [("activations", first), ("second", second)]
     # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
@@ -253,7 +258,7 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
         rows = op.heads // op.kv_heads * tokens
         part_rows = min(16, rows)
         yield [
-            (f"{op.name}.queries", 0 if is_direct(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
+            (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
             (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
             (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
         ]
@@ -287,12 +292,12 @@ def _rings(
     return tuple(rings), placed, at
 
 
-def _held_stages(op: Linear, schedule: Schedule) -> int:
+def _held_stages(op: Linear, schedule: Schedule, tokens: int) -> int:
     """Stages that an op lets go of only when it has read them all: those of its vectors, unless they are copied one by one; where the
-    input arrives in registers, those of its held tiles as well."""
+    input of few tokens arrives in registers, those of its held tiles as well."""
     held = schedule.op(op.name).prefetch.registers or 0
-    if is_direct(op, schedule):
-        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule))
+    if is_direct(op, schedule, tokens):
+        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule, tokens))
     return 0 if held else len(vectors(op))
 
 
@@ -301,7 +306,7 @@ def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring],
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = _held_stages(op, schedule) if isinstance(op, Linear) else 0
+            need = _held_stages(op, schedule, graph.tokens) if isinstance(op, Linear) else 0
             role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:

@@ -237,7 +237,7 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
 #pragma unroll
     for (u32 i = 0; i < kGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; });
-      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums);
+      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums, block.warp());
     }
     if (kWhole) reader.release();
   }
@@ -262,7 +262,7 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
 #pragma unroll
     for (u32 i = 0; i < kHeldGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return held.weights[i * G::kPieces + part / held.kRounds][part % held.kRounds]; });
-      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums);
+      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums, block.warp());
     }
   }
 #pragma unroll 1
