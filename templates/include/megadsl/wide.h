@@ -31,17 +31,24 @@ struct WideLane {
   MK_DEV explicit WideLane(const B& block)
       : warp(panel_warp(block)), token(block.lane() / 4), first(warp * kPanel + block.lane() % 4 * 8) {}
 
+  // From the turn's first part to another.
   MK_DEV static constexpr u32 offset(u32 part) { return (part / kRounds * G::kPanels + part % kRounds * B::kWarps) * kPanel; }
-  MK_DEV u32 column(u32 part) const { return first + offset(part); }
-  // Whether the part is one of `columns`: the last round may not have a panel for every warp. kEven: all tiles are full of columns.
+  // Whether a part, counted from the one at `column`, is one of `columns`: the last round may not have a panel for every warp. kEven: all
+  // tiles are full of columns.
   template <bool kEven>
-  MK_DEV bool has_part(u32 part, u32 columns) const {
-    const u32 round = part % kRounds;
-    const bool panel = (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + warp < G::kPanels;
-    return panel && (kEven || column(part) < columns);
+  MK_DEV bool has(u32 part, u32 column, u32 columns) const {
+    return has_panel<G, B>(warp, part % kRounds) && (kEven || column + offset(part) < columns);
   }
   MK_DEV bool has_token(u32 half) const { return (half + 1) * 8 <= B::kTokens || half * 8 + token < B::kTokens; }
 };
+
+// Tiles whose units are polled together: all of a chunk, or a divisor that a lane can have under way.
+template <class G, class B>
+MK_DEV constexpr u32 tiles_polled() {
+  u32 tiles = G::kPieces;
+  while (tiles > 1 && (G::kPieces % tiles != 0 || tiles * WideLane<G, B>::kRounds * WideLane<G, B>::kHalves > kUnitsAtOnce)) --tiles;
+  return tiles;
+}
 
 // A lane's units of the input, as operands.
 template <class G, class B>
@@ -79,73 +86,53 @@ struct WideRows {
   }
 };
 
-// Polls the lane's units of the features [begin, begin + columns) of a value, kUnitsAtOnce together, and hands each part's to
-// `take(part, units)`. The next are under way while it works.
-template <class Wire, bool kEven, class G, class B, class Take>
-MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 columns, Take take) {
+// Polls the lane's units of the features [begin, begin + columns) of a value, some tiles of them at a time, so that code for those serves
+// all, and turns each part into operands: `finish(column, has, units)` in place.
+template <class Wire, bool kEven, class G, class B, class Finish>
+MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 columns, WideUnits<G, B>& x, Finish finish) {
   static_assert(Wire::kDense && !Wire::kFlagged, "a unit's number is its address");
-  constexpr u32 kHalves = WideLane<G, B>::kHalves, kParts = WideLane<G, B>::kParts;
-  constexpr u32 kTurns = ceil_div(kParts * kHalves, kUnitsAtOnce), kEach = ceil_div(kParts, kTurns), kUnits = kEach * kHalves;
+  constexpr u32 kHalves = WideLane<G, B>::kHalves, kParts = WideLane<G, B>::kParts, kTiles = tiles_polled<G, B>();
+  constexpr u32 kEach = kTiles * WideLane<G, B>::kRounds, kUnits = kEach * kHalves, kTurns = kParts / kEach;
+  static_assert(kUnits <= 32, "a bit for each unit");
   const WideLane<G, B> lane(block);
-  const u32 first = (begin + lane.first) / kGroupRows * B::kTokens + lane.token;
+  u32 column = lane.first;  // of the turn's first part
+  const u32 first = (begin + column) / kGroupRows * B::kTokens + lane.token;
   const u32x4* from = exchange_round(block.buffers, e, sequence).vectors + first;
-  const auto wanted = [&](u32 turn) {
-    u32 mask = 0;
-#pragma unroll
-    for (u32 i = 0; i < kUnits; ++i) {
-      const u32 part = turn * kEach + i / kHalves;
-      if (part < kParts && lane.template has_part<kEven>(part, columns) && lane.has_token(i % kHalves)) mask |= 1u << i;
-    }
-    return mask;
-  };
-  const auto load = [&](u32 turn, u32 pending, u32x4(&v)[kUnits]) {
+#pragma unroll 1
+  for (u32 turn = 0; turn < kTurns; ++turn) {
+    u32 pending = 0;
 #pragma unroll
     for (u32 i = 0; i < kUnits; ++i)
-      if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.offset(turn * kEach + i / kHalves) / kGroupRows * B::kTokens + i % kHalves * 8));
-  };
-  u32x4 next[kUnits] = {};
-  u32 ahead = wanted(0);
+      if (lane.template has<kEven>(i / kHalves, column, columns) && lane.has_token(i % kHalves)) pending |= 1u << i;
+    u32x4 v[kUnits] = {};
+    wait<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
 #pragma unroll
-  for (u32 turn = 0; turn < kTurns; ++turn) {
-    u32x4 v[kUnits];
-#pragma unroll
-    for (u32 i = 0; i < kUnits; ++i) v[i] = next[i], next[i] = u32x4{};
-    u32 pending = ahead;
-    const auto judge = [&](u32& observed) {
+      for (u32 i = 0; i < kUnits; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.offset(i / kHalves) / kGroupRows * B::kTokens + i % kHalves * 8));
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
         if (!(pending >> i & 1)) continue;
         if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
         else observed = Wire::tag(v[i]);
       }
-    };
-    u32 seen = 0;
-    if (turn != 0) judge(seen);
-    wait<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
-      load(turn, pending, v);
-      judge(observed);
       if (ptx::polls_fewer()) pending &= pending - 1;
       return pending == 0;
     });
-    if (turn + 1 < kTurns) ahead = wanted(turn + 1), load(turn + 1, ahead, next);
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-      if (turn * kEach + i >= kParts) continue;
-      u32x4 units[kHalves];
+    for (u32 i = 0; i < kParts; ++i)
 #pragma unroll
-      for (u32 half = 0; half < kHalves; ++half) units[half] = v[i * kHalves + half];
-      take(turn * kEach + i, units);
-    }
+      for (u32 half = 0; half < kHalves; ++half)
+        x.at[i][half] = i + kEach < kParts ? x.at[min_u32(i + kEach, kParts - 1)][half] : v[(i + kEach - kParts) % kEach * kHalves + half];
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) finish(column + lane.offset(i), lane.template has<kEven>(i, column, columns), x.at[kParts - kEach + i]);
+    column += kTiles * G::kPanels * kPanel, from += kTiles * G::kPanels * kPanel / kGroupRows * B::kTokens;
   }
 }
 
 // The input as it is.
 template <class Wire, bool kEven, class G, class B>
 MK_DEV void poll_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 columns, WideUnits<G, B>& x) {
-  poll_wide<Wire, kEven, G>(block, site, e, sequence, begin, columns, [&](u32 part, const auto& units) {
-#pragma unroll
-    for (u32 half = 0; half < WideLane<G, B>::kHalves; ++half) x.at[part][half] = units[half];
-  });
+  poll_wide<Wire, kEven>(block, site, e, sequence, begin, columns, x, [](u32, bool, auto&) {});
 }
 
 // The input as the finished operand of the products: `apply(args)` of each element (args[0]) and those of the vectors beside it, which
@@ -156,9 +143,7 @@ MK_DEV void poll_operand(const B& block, u32 site, const ExchangeShape& e, u32 s
                          Terms terms, Apply apply, const Vectors&... vectors) {
   constexpr u32 kArgs = 1 + sizeof...(Vectors);
   const WideLane<G, B> lane(block);
-  poll_wide<Wire, kEven, G>(block, site, e, sequence, begin, columns, [&](u32 part, const auto& units) {
-    const u32 column = lane.column(part);
-    const bool has = lane.template has_part<kEven>(part, columns);
+  poll_wide<Wire, kEven>(block, site, e, sequence, begin, columns, x, [&](u32 column, bool has, auto& units) {
     const u32x4 beside[kArgs] = {u32x4{}, (has ? ptx::ld_shared<u32x4>(vectors.template at<u32x4>(column * 2)) : u32x4{})...};
 #pragma unroll
     for (u32 half = 0; half < lane.kHalves; ++half) {
@@ -181,7 +166,7 @@ MK_DEV void poll_operand(const B& block, u32 site, const ExchangeShape& e, u32 s
         }
       }
       rows.add(half, sums);
-      x.at[part][half] = {ptx::pack_bf16(out[0], out[1]), ptx::pack_bf16(out[2], out[3]), ptx::pack_bf16(out[4], out[5]), ptx::pack_bf16(out[6], out[7])};
+      units[half] = {ptx::pack_bf16(out[0], out[1]), ptx::pack_bf16(out[2], out[3]), ptx::pack_bf16(out[4], out[5]), ptx::pack_bf16(out[6], out[7])};
     }
   });
 }
