@@ -152,10 +152,9 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
     elif tiles > most:
         each = tile_registers(op, schedule.consumer.warps)
         refuse(f"a tile takes {each} registers of a thread, a batch of row groups has {schedule.batch * pieces}", f"use at most {most}")
-    elif is_direct(op, schedule, graph.tokens) and _splits(graph, schedule, op, tiles):
-        each = tiles_together(op, schedule, graph.tokens)
-        refuse(f"its input arrives in registers and {each} tiles lie in a stage", f"use a multiple of {each}")
     elif in_registers(op, schedule) and _splits(graph, schedule, op, tiles):
-        refuse(f"its input arrives in registers and a row group has {pieces} tiles", f"use a multiple of {pieces}")
+        stage = tiles_together(op, schedule, graph.tokens)
+        whole, each = (f"{stage} tiles lie in a stage", stage) if stage > 1 else (f"a row group has {pieces} tiles", pieces)
+        refuse(f"its input arrives in registers and {whole}", f"use a multiple of {each}")
     elif _splits(graph, schedule, op, tiles):
         refuse(f"a row group has {pieces} tiles, which are multiplied in pairs", f"use registers={tiles - 1}")
