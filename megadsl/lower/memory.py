@@ -71,25 +71,32 @@ def plan_memory(
     for name, size in _fixed(graph, schedule, exchanges, chunks):
         areas.append(Area(name, at, size))
         at += round_up(size, 16)
-    overlay = at = round_up(at, 128)
-    for phase in _phases(graph, schedule, chunks):
-        end = overlay
-        for name, size in phase:
-            areas.append(Area(name, end, size, overlay=True))
-            end += round_up(size, 128)
-        at = max(at, end)
-    sums = overlay
+    overlay = at = sums = round_up(at, 128)
+    attention, linear = _attention_phases(graph, schedule), _linear_phases(graph, schedule, chunks)
+    for phase in linear:
+        at = max(at, _place(areas, overlay, phase))
     for op in (op for op in graph.ops if isinstance(op, Linear)):
         end = overlay + _input_bytes(op, graph, schedule, chunks)
         for arg, _ in vectors(op) if copies_vectors(op, graph, schedule) else ():
             areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
             end += round_up(copy_bytes(op), 128)
         at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) else sums)
-    areas.append(Area("sums", sums, _sums_bytes(graph, schedule), overlay=True))
-    at = max(at, sums + round_up(areas[-1].bytes, 128))
+    at = max(at, _place(areas, sums, [("sums", _sums_bytes(graph, schedule))]))
+    # Behind all that other warps may still read while the first leave their products.
+    at = max(
+        _place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in attention), at
+    )
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
+
+
+def _place(areas: list[Area], at: int, phase: list[tuple[str, int]]) -> int:
+    """Add a phase's areas, one behind the other; where they end."""
+    for name, size in phase:
+        areas.append(Area(name, at, size, overlay=True))
+        at += round_up(size, 128)
+    return at
 
 
 def copy_name(op: Linear, arg: str) -> str:
@@ -105,7 +112,8 @@ def copy_bytes(op: Linear) -> int:
 def copies_fit(op: Linear, graph: Graph, schedule: Schedule) -> bool:
     """Whether the op's vectors find room behind its input, in bytes that other ops need anyway."""
     chunks = {o.name: chunk_pieces(o, graph, schedule) for o in graph.ops if isinstance(o, Linear)}
-    room = max(sum(round_up(size, 128) for _, size in phase) for phase in _phases(graph, schedule, chunks))
+    phases = (*_linear_phases(graph, schedule, chunks), *_attention_phases(graph, schedule))
+    room = max(sum(round_up(size, 128) for _, size in phase) for phase in phases)
     return _input_bytes(op, graph, schedule, chunks) + len(vectors(op)) * round_up(copy_bytes(op), 128) <= room
 
 
@@ -116,7 +124,7 @@ def _input_bytes(op: Linear, graph: Graph, schedule: Schedule, chunks: dict[str,
     own = round_up(tiling(op).tile_columns * chunks[op.name] * graph.tokens * 2, 128)
     if len(prologue_values(op)) == 1:
         return own
-    activations = next(size for phase in _phases(graph, schedule, chunks) for name, size in phase if name == "activations")
+    activations = next(size for phase in _linear_phases(graph, schedule, chunks) for name, size in phase if name == "activations")
     return round_up(activations, 128) + own
 
 
@@ -168,14 +176,18 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     linears = [op for op in graph.ops if isinstance(op, Linear)]
     yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
-    batch = schedule.batch * warps * tokens * GROUP_ROWS * 4
-    yield "partials", batch + max(batch, *(last_bytes(op, schedule, tokens) for op in linears))
     yield "staged", max((e.vectors for e in exchanges if e.dtype == "bf16"), default=0) * UNIT_BYTES
     remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
     yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
         yield f"kept.{value}", e.units * UNIT_BYTES
+
+
+def _partials_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Partial sums of two batches, the second of which may have last elements in its place."""
+    batch = schedule.batch * schedule.consumer.warps * graph.tokens * GROUP_ROWS * 4
+    return batch + max(batch, *(last_bytes(op, schedule, graph.tokens) for op in graph.ops if isinstance(op, Linear)))
 
 
 def row_parts(op: Linear, tokens: int, warps: int) -> int:
@@ -242,8 +254,8 @@ def _most_stages(ring: Ring) -> int:
     return ring.stages or ceil_div(256 * KIB, ring.stage_bytes)
 
 
-def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
-    """What each phase keeps in the overlay."""
+def _linear_phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """What linears keep in the overlay beside their partial sums."""
     tokens, warps = graph.tokens, schedule.consumer.warps
     columns = [(op, tiling(op).tile_columns * chunks[op.name]) for op in graph.ops if isinstance(op, Linear)]
     first = max((c for op, c in columns if not in_registers(op, schedule)), default=0) * tokens * 2
@@ -252,6 +264,11 @@ def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterato
     # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
     for name in (op.name for op in graph.ops if isinstance(op, Linear) and op.sink == "argmax"):
         yield [(f"{name}.candidates", (warps * WARP_THREADS + tokens) * 8)]
+
+
+def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[str, int]]]:
+    """What attentions keep there."""
+    tokens, warps = graph.tokens, schedule.consumer.warps
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue
