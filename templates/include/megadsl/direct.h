@@ -183,15 +183,6 @@ MK_DEV void load_weights(const B& block, smem_ptr<char> stage, u32 count, u32x4 
     }
 }
 
-// Behind it the loads have returned, so that their stage may be let go of.
-template <u32 kTiles, u32 kRounds>
-MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
-  u32 seen = 0;
-#pragma unroll
-  for (u32 i = 0; i < kTiles * kRounds; ++i) seen ^= weights[i / kRounds][i % kRounds].w;
-  ptx::await(seen);
-}
-
 // Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether. The first lies `ahead`
 // positions further on in the ring; run_direct lets go of them.
 template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>

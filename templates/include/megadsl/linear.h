@@ -177,6 +177,15 @@ MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s
   }
 }
 
+// Behind it the loads have returned, so that their stage may be let go of.
+template <u32 kTiles, u32 kRounds>
+MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
+  u32 seen = 0;
+#pragma unroll
+  for (u32 i = 0; i < kTiles * kRounds; ++i) seen ^= weights[i / kRounds][i % kRounds].w;
+  ptx::await(seen);
+}
+
 // Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32; `warp`: whose panels it multiplied.
 template <class B>
 MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, u32 warp) {

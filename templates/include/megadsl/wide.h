@@ -248,6 +248,7 @@ struct Input<G, B, InRegisters<Poll>> {
           for (u32 round = 0; round < kRounds; ++round)
             if (kSingle || piece + i < G::kPieces)
               multiply(weights[i][round], kSingle ? round : (piece + i) * kRounds + round, sums[kSingle ? i : 0]);
+        await_weights(weights);  // products alone would not do: the compiler may put them behind the release
         if (count == kPair) reader.template release<kPair>();
         else reader.template release<1>();
       }
