@@ -25,8 +25,7 @@ NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why
 
 KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
 DIRECT_REGISTERS = 128  # the same for ops whose input of few tokens arrives in registers
-WIDE_REGISTERS = 128  # of more tokens: beside the input itself, and what of it is under way (nvcc 13.0 gives 9 warps 168 in all)
-NORM_REGISTERS = 16  # more where a norm is applied to what arrives
+WIDE_REGISTERS = 144  # of more tokens: beside the input itself, and what of it is under way (nvcc 13.0 gives 9 warps 168 in all)
 WIDE_LEAST = 64  # nothing is multiplied with less beside it
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
@@ -112,8 +111,7 @@ def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     if vectors(op) and not copies_fit(op, graph, schedule):
         return 0
     least = least_groups(op, schedule) * tiling(op).pieces
-    wide = WIDE_REGISTERS + _input(graph, schedule, op) + (NORM_REGISTERS if vectors(op) else 0)
-    needed = wide if in_registers(op, schedule) else KERNEL_REGISTERS
+    needed = WIDE_REGISTERS + _input(graph, schedule, op) if in_registers(op, schedule) else KERNEL_REGISTERS
     fitting = _most(graph, schedule, op, _spare(schedule, machine, needed))
     return next(n for n in range(min(least, fitting), -1, -1) if not _splits(graph, schedule, op, n))
 

@@ -86,9 +86,13 @@ struct WideRows {
   }
 };
 
+// The unit itself: `zero` is 0, which the compiler cannot know. A load leaves the pairs of a range apart, and the compiler would move them
+// together for each product; what is computed lies where products want it.
+MK_DEV u32x4 mixed(u32x4 unit, u32 zero) { return {unit.x ^ zero, unit.y ^ zero, unit.z ^ zero, unit.w ^ zero}; }
+
 // Polls the lane's units of the features [begin, begin + columns) of a value, some tiles of them at a time, so that code for those serves
-// all, and turns each part into operands: `finish(column, has, units)` in place.
-template <class Wire, bool kEven, class G, class B, class Finish>
+// all, and turns each part into operands: `finish(column, has, units)` in place. kPlain: which leaves them as they are.
+template <class Wire, bool kEven, bool kPlain, class G, class B, class Finish>
 MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 columns, WideUnits<G, B>& x, Finish finish) {
   static_assert(Wire::kDense && !Wire::kFlagged, "a unit's number is its address");
   constexpr u32 kHalves = WideLane<G, B>::kHalves, kParts = WideLane<G, B>::kParts, kTiles = tiles_polled<G, B>();
@@ -122,7 +126,8 @@ MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequ
     for (u32 i = 0; i < kParts; ++i)
 #pragma unroll
       for (u32 half = 0; half < kHalves; ++half)
-        x.at[i][half] = i + kEach < kParts ? x.at[min_u32(i + kEach, kParts - 1)][half] : v[(i + kEach - kParts) % kEach * kHalves + half];
+        x.at[i][half] = i + kEach < kParts ? x.at[min_u32(i + kEach, kParts - 1)][half]
+                                           : mixed(v[(i + kEach - kParts) % kEach * kHalves + half], kPlain ? pending : 0);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) finish(column + lane.offset(i), lane.template has<kEven>(i, column, columns), x.at[kParts - kEach + i]);
     column += kTiles * G::kPanels * kPanel, from += kTiles * G::kPanels * kPanel / kGroupRows * B::kTokens;
@@ -132,7 +137,7 @@ MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequ
 // The input as it is.
 template <class Wire, bool kEven, class G, class B>
 MK_DEV void poll_value(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 begin, u32 columns, WideUnits<G, B>& x) {
-  poll_wide<Wire, kEven>(block, site, e, sequence, begin, columns, x, [](u32, bool, auto&) {});
+  poll_wide<Wire, kEven, true>(block, site, e, sequence, begin, columns, x, [](u32, bool, auto&) {});
 }
 
 // The input as the finished operand of the products: `apply(args)` of each element (args[0]) and those of the vectors beside it, which
@@ -143,7 +148,7 @@ MK_DEV void poll_operand(const B& block, u32 site, const ExchangeShape& e, u32 s
                          Terms terms, Apply apply, const Vectors&... vectors) {
   constexpr u32 kArgs = 1 + sizeof...(Vectors);
   const WideLane<G, B> lane(block);
-  poll_wide<Wire, kEven>(block, site, e, sequence, begin, columns, x, [&](u32 column, bool has, auto& units) {
+  poll_wide<Wire, kEven, false>(block, site, e, sequence, begin, columns, x, [&](u32 column, bool has, auto& units) {
     const u32x4 beside[kArgs] = {u32x4{}, (has ? ptx::ld_shared<u32x4>(vectors.template at<u32x4>(column * 2)) : u32x4{})...};
 #pragma unroll
     for (u32 half = 0; half < lane.kHalves; ++half) {
