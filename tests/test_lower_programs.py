@@ -131,8 +131,8 @@ def reordered(plan: Plan) -> Plan:
 
 
 def shifted(plan: Plan) -> Plan:
-    """The staged results begin inside the partial sums."""
-    at = next(a.offset for a in plan.areas if a.name == "partials")
+    """The staged results begin inside the row reductions."""
+    at = next(a.offset for a in plan.areas if a.name == "scalars")
     return replace(plan, areas=tuple(replace(a, offset=at) if a.name == "staged" else a for a in plan.areas))
 
 
@@ -170,7 +170,7 @@ def huge(plan: Plan) -> Plan:
         (lambda p: without(p, "loader", "load_vector"), "the consumers take"),
         (lambda p: without(p, "consumer", "publish"), "a site is never used"),
         (reordered, "disagree on the order of ops"),
-        (shifted, "partials runs into|staged runs into"),
+        (shifted, "scalars runs into|staged runs into"),
         (beneath, "activations overlaps ring.loader"),
         (grown, "reaches past"),
         (gapped, "a site is never used or unknown"),

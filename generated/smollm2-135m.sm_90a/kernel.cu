@@ -172,7 +172,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                            const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                            return mk::math::rsqrt(r0 + 1e-05f);
                          }}, qkv_proj_held);
-        out.publish<false>(block, 11);
+        out.publish<true>(block, 11);
       }
 
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]

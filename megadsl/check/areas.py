@@ -170,7 +170,7 @@ class Stream:
                 for chunk in range(m.chunks):
                     yield from self._prologue(step, m, part * m.chunks + chunk)
                     yield from self._meet(step.instr, "gathered")
-                    if not step.instr.args["direct"]:
+                    if not step.instr.args["lanes"]:
                         yield from self._lasts(step, m, False)
                     ends = chunk + 1 == m.chunks
                     for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
@@ -187,8 +187,8 @@ class Stream:
         partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.when, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
-            direct = bool(step.instr.args["direct"])
-            yield self._registers(step, chunk, False) if direct else self._activations(step, m, chunk, 0, False)
+            lanes = bool(step.instr.args["lanes"])
+            yield self._registers(step, chunk, False) if lanes else self._activations(step, m, chunk, 0, False)
             yield partials
         yield from self._meet(step.instr, "partials")
         yield from (self._scalars(step, i, False) for i in scaled)
@@ -241,7 +241,8 @@ class Stream:
         operands = [0]
         for inner in step.instr.body:
             at = step.inner(inner)
-            if inner.call == "gather" and step.instr.args["direct"]:
+            if inner.call == "gather" and step.instr.args["lanes"]:
+                yield from self._copies(at)
                 yield self._registers(at, chunk, True)
             elif inner.call == "gather":
                 operand = ("activations", "second").index(str(inner.args["into"]))

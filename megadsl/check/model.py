@@ -124,7 +124,7 @@ class Device:
         return 0 if found is None else int(str(found.args["held"]))
 
     def direct(self, op: str) -> bool:
-        """Whether a linear's input arrives in registers."""
+        """Whether a linear's input arrives in registers, of few tokens."""
         found = self._product(op)
         return found is not None and bool(found.args["direct"])
 

@@ -122,7 +122,8 @@ class Block:
 
     def stages(self, op: str, tiles: int, *, loader: bool) -> int:
         """Stages that a run of tiles fills (or takes up)."""
-        together = self.device.matrix(op).together if loader else tiles_together(self.device.op(op), self.device.plan.schedule)
+        device = self.device
+        together = device.matrix(op).together if loader else tiles_together(device.op(op), device.plan.schedule, device.tokens)
         return ceil_div(tiles, together)
 
     def kept(self, op: str) -> int:

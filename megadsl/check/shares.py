@@ -87,7 +87,7 @@ def _split(device: Device, op: str, what: str, groups: int, offset: int, finding
 def _linear(device: Device, op: Linear, findings: Findings) -> None:
     m, tiles = device.matrix(op.name), tiling(op)
     mine = (m.groups, m.fold, m.pieces, m.tile_columns, m.together)
-    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns, tiles_together(op, device.plan.schedule))
+    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns, tiles_together(op, device.plan.schedule, device.tokens))
     if mine != theirs or m.pieces % (m.ways * m.chunk_pieces):
         rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
         cut = f"{m.ways} parts, {m.chunk_pieces} tiles a chunk"

@@ -237,8 +237,8 @@ class OpHandle:
         """Where a linear's input arrives. Changes rounding: sums are added in another order.
 
         "shared": in shared memory, where all warps meet and load it from. "registers": each lane polls the elements that it
-        multiplies itself, so that the block need not meet first; for up to 4 tokens, a few thousand columns, mk.Sentinel
-        and no more blocks than the input has groups of 8 features.
+        multiplies itself, so that the block need not meet first; for mk.Sentinel, no more blocks than the input has groups of 8
+        features, and a few thousand columns: of the whole input of up to 4 tokens, of a chunk (split(chunk=)) of more.
         """
         span = caller_span()
         self._block.choice("gather", into, GATHERS, span)

@@ -1,7 +1,8 @@
-"""Which ops poll their input straight into registers (templates/include/megadsl/direct.h, heads.h).
+"""Which ops poll their input straight into registers (templates/include/megadsl/direct.h, wide.h, heads.h).
 
 A gather into shared memory costs a store, a barrier and a load between the last vector and the first product. Where a lane's part
-of the columns is a few vectors, it can poll them itself.
+of the columns is a few vectors, it can poll them itself. With more than a few tokens, activations are most of what the products would load
+from shared memory, and take the ring's room there: then registers hold as many columns at a time as they have room for.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from megadsl.ir.expr import Arg
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule, Sentinel
 from megadsl.lower.exchanges import sharing
-from megadsl.lower.gathers import REGISTERS
+from megadsl.lower.gathers import FEW_TOKENS, REGISTERS, wide_registers
 from megadsl.lower.memory import chunk_pieces
-from megadsl.lower.operands import prologue_values
+from megadsl.lower.operands import prologue_values, takes_chunks
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.types import ceil_div
 
 NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {why}", "{how}")
 
 SHARED = "shared"
-MOST_TOKENS = 4  # both column ranges of all tokens share the lanes of a warp
 MOST_ROWS, MOST_DIM = 8, 64  # of an attention's queries: half an m16 tile; and what registers hold of a head
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
+MOST_REGISTERS = 128  # of a lane, for the input of more than a few tokens: beside it lie sums and weights
 
 
 def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None = None) -> Schedule:
@@ -45,7 +46,10 @@ def choose_gathers(graph: Graph, schedule: Schedule, overrides: Overrides | None
 
 
 def _is_small(op: Op, graph: Graph, schedule: Schedule) -> bool:
-    """Whether what a gather takes apart from its bytes counts: of an attention, in a loop of such linears."""
+    """Whether what a gather takes apart from its bytes counts: of an attention, in a loop of such linears. Of more than a few tokens, what
+    products load counts."""
+    if graph.tokens > FEW_TOKENS:
+        return True
     linears = [op] if isinstance(op, Linear) else [o for o in graph.ops if isinstance(o, Linear) and o.loop == op.loop]
     return all(lane_parts(o, schedule) <= DEFAULT_PARTS for o in linears)
 
@@ -90,16 +94,26 @@ def _why_attention(op: Attention, graph: Graph, schedule: Schedule) -> tuple[str
 def _why_linear(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
     values = prologue_values(op)
     plain = isinstance(op.prologue.expr, Arg) and op.prologue.expr.name == values[0][0]
-    if graph.tokens > MOST_TOKENS:
-        return f"{graph.tokens} tokens", f"use it for at most {MOST_TOKENS} tokens"
     if len(values) != 1 or not (plain or op.factored is not None):
         return "its prologue is neither one value nor factored", 'use .gather("shared")'
+    if graph.tokens > FEW_TOKENS:
+        return _not_dense(values[0][1].value, graph, schedule) or _why_wide(op, graph, schedule)
     if schedule.op(op.name).ways > 1 or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return "it takes its columns in parts", "use .columns(ways=1) and no chunks"
     if found := _not_dense(values[0][1].value, graph, schedule):
         return found
     if lane_parts(op, schedule) > MOST_PARTS:
         return f"a lane would poll {lane_parts(op, schedule)} vectors", f"use it for at most {MOST_PARTS}, or more consumer warps"
+    return None
+
+
+def _why_wide(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+    how = replace(schedule, ops=tuple(replace(o, gather=REGISTERS) if o.op == op.name else o for o in schedule.ops))
+    pieces, each = chunk_pieces(op, graph, how), wide_registers(op, how, graph.tokens)
+    if pieces * each > MOST_REGISTERS:
+        most = MOST_REGISTERS // each
+        mend = f"use chunks of at most {most} tiles" if most and takes_chunks(op, how) else "use fewer tokens, or more consumer warps"
+        return f"a lane would hold its input of {graph.tokens} tokens in {pieces * each} registers", mend
     return None
 
 

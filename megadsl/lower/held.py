@@ -11,7 +11,7 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.gathers import is_direct, tiles_together
+from megadsl.lower.gathers import in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.programs import query_tiles
@@ -24,7 +24,9 @@ from megadsl.types import ceil_div
 NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
 
 KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
-DIRECT_REGISTERS = 128  # the same for ops whose input arrives in registers
+DIRECT_REGISTERS = 128  # the same for ops whose input of few tokens arrives in registers
+WIDE_REGISTERS = 160  # of more tokens: beside the input itself, and what of it is under way (nvcc 13.0 gives 9 warps 168 in all)
+WIDE_LEAST = 64  # nothing is multiplied with less beside it
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
 CHUNK_REGISTERS = 32  # beside the attention's own; nvcc 13.0 spills where it is 64
@@ -70,38 +72,48 @@ def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
     return min(machine.registers_per_thread, most) - needed
 
 
-def _splits(schedule: Schedule, op: Linear, tiles: int) -> bool:
+def _input(graph: Graph, schedule: Schedule, op: Linear) -> int:
+    """Registers of a thread that hold the op's input, or a chunk of it, of more than a few tokens."""
+    if not is_wide(op, schedule, graph.tokens):
+        return 0
+    return wide_registers(op, schedule, graph.tokens) * chunk_pieces(op, graph, schedule)
+
+
+def _splits(graph: Graph, schedule: Schedule, op: Linear, tiles: int) -> bool:
     """A group that is held in part goes on from the ring at a pair of tiles: else sums would be added up in another order. Where the
-    input arrives in registers, stages are held whole: so many tiles, or all that any block has."""
-    if is_direct(op, schedule):
+    input arrives in registers, groups are held whole; of few tokens, stages are: so many tiles, or all that any block has."""
+    if is_direct(op, schedule, graph.tokens):
         most = own_groups(op, schedule) * tiling(op).pieces
-        return tiles > most or (tiles < most and tiles % tiles_together(op, schedule) != 0)
+        return tiles > most or (tiles < most and tiles % tiles_together(op, schedule, graph.tokens) != 0)
+    if in_registers(op, schedule):
+        return tiles % tiling(op).pieces != 0
     return tiles % tiling(op).pieces % TILES_AT_ONCE != 0
 
 
 def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
     """Tiles that fit ``registers`` and belong to the first batch of row groups."""
     most = min(schedule.batch * tiling(op).pieces, registers // tile_registers(op, schedule.consumer.warps))
-    return next(n for n in range(max(0, most), -1, -1) if not _splits(schedule, op, n))
+    return next(n for n in range(max(0, most), -1, -1) if not _splits(graph, schedule, op, n))
 
 
 def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     """As many as every block has and the kernel leaves registers for, where the op finds the ring full and its vectors find room."""
     if isinstance(op, Attention):
-        if is_direct(op, schedule):  # which takes its chunks before it polls in any case
+        if in_registers(op, schedule):  # which takes its chunks before it polls in any case
             return 0
         return int(chunk_registers(op) <= CHUNK_REGISTERS and _frees_stages(op, graph.tokens, schedule))
     if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return 0
     if _before(graph, schedule, op) > machine.smem_per_block:
         return 0
-    if is_direct(op, schedule):
+    if is_direct(op, schedule, graph.tokens):
         return _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS))
     if vectors(op) and not copies_fit(op, graph, schedule):
         return 0
     least = least_groups(op, schedule) * tiling(op).pieces
-    fitting = _most(graph, schedule, op, _spare(schedule, machine, KERNEL_REGISTERS))
-    return next(n for n in range(min(least, fitting), -1, -1) if not _splits(schedule, op, n))
+    needed = WIDE_REGISTERS + _input(graph, schedule, op) if in_registers(op, schedule) else KERNEL_REGISTERS
+    fitting = _most(graph, schedule, op, _spare(schedule, machine, needed))
+    return next(n for n in range(min(least, fitting), -1, -1) if not _splits(graph, schedule, op, n))
 
 
 def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:
@@ -130,7 +142,7 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
         refuse("it streams no weights of its own", "hold tiles of the linears")
         return
     pieces, chunk = tiling(op).pieces, chunk_pieces(op, graph, schedule)
-    most = _most(graph, schedule, op, _spare(schedule, machine, MIN_REGISTERS))
+    most = _most(graph, schedule, op, _spare(schedule, machine, max(MIN_REGISTERS, WIDE_LEAST + _input(graph, schedule, op))))
     if schedule.op(op.name).ways > 1:
         refuse("its columns are split", "use registers=0, or .columns(ways=1)")
     elif chunk != pieces:
@@ -138,8 +150,9 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
     elif tiles > most:
         each = tile_registers(op, schedule.consumer.warps)
         refuse(f"a tile takes {each} registers of a thread, a batch of row groups has {schedule.batch * pieces}", f"use at most {most}")
-    elif is_direct(op, schedule) and _splits(schedule, op, tiles):
-        each = tiles_together(op, schedule)
-        refuse(f"its input arrives in registers and {each} tiles lie in a stage", f"use a multiple of {each}")
-    elif _splits(schedule, op, tiles):
+    elif in_registers(op, schedule) and _splits(graph, schedule, op, tiles):
+        stage = tiles_together(op, schedule, graph.tokens)
+        whole, each = (f"{stage} tiles lie in a stage", stage) if stage > 1 else (f"a row group has {pieces} tiles", pieces)
+        refuse(f"its input arrives in registers and {whole}", f"use a multiple of {each}")
+    elif _splits(graph, schedule, op, tiles):
         refuse(f"a row group has {pieces} tiles, which are multiplied in pairs", f"use registers={tiles - 1}")

@@ -14,7 +14,7 @@ from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
-from megadsl.lower.gathers import is_direct, tiles_together
+from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -72,25 +72,32 @@ def plan_memory(
     for name, size in _fixed(graph, schedule, exchanges, chunks):
         areas.append(Area(name, at, size))
         at += round_up(size, 16)
-    overlay = at = round_up(at, 128)
-    for phase in _phases(graph, schedule, chunks):
-        end = overlay
-        for name, size in phase:
-            areas.append(Area(name, end, size, overlay=True))
-            end += round_up(size, 128)
-        at = max(at, end)
-    sums = overlay
+    overlay = at = sums = round_up(at, 128)
+    attention, linear = _attention_phases(graph, schedule), _linear_phases(graph, schedule, chunks)
+    for phase in linear:
+        at = max(at, _place(areas, overlay, phase))
     for op in (op for op in graph.ops if isinstance(op, Linear)):
         end = overlay + _input_bytes(op, graph, schedule, chunks)
         for arg, _ in vectors(op) if copies_vectors(op, graph, schedule) else ():
             areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
             end += round_up(copy_bytes(op), 128)
         at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) else sums)
-    areas.append(Area("sums", sums, _sums_bytes(graph, schedule), overlay=True))
-    at = max(at, sums + round_up(areas[-1].bytes, 128))
+    at = max(at, _place(areas, sums, [("sums", _sums_bytes(graph, schedule))]))
+    # Behind all that other warps may still read while the first leave their products.
+    at = max(
+        _place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in attention), at
+    )
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
+
+
+def _place(areas: list[Area], at: int, phase: list[tuple[str, int]]) -> int:
+    """Add a phase's areas, one behind the other; where they end."""
+    for name, size in phase:
+        areas.append(Area(name, at, size, overlay=True))
+        at += round_up(size, 128)
+    return at
 
 
 def copy_name(op: Linear, arg: str) -> str:
@@ -106,22 +113,25 @@ def copy_bytes(op: Linear) -> int:
 def copies_fit(op: Linear, graph: Graph, schedule: Schedule) -> bool:
     """Whether the op's vectors find room behind its input, in bytes that other ops need anyway."""
     chunks = {o.name: chunk_pieces(o, graph, schedule) for o in graph.ops if isinstance(o, Linear)}
-    room = max(sum(round_up(size, 128) for _, size in phase) for phase in _phases(graph, schedule, chunks))
+    phases = (*_linear_phases(graph, schedule, chunks), *_attention_phases(graph, schedule))
+    room = max(sum(round_up(size, 128) for _, size in phase) for phase in phases)
     return _input_bytes(op, graph, schedule, chunks) + len(vectors(op)) * round_up(copy_bytes(op), 128) <= room
 
 
 def _input_bytes(op: Linear, graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> int:
     """Bytes from the overlay's begin to the end of the op's own input."""
+    if in_registers(op, schedule):
+        return 0
     own = round_up(tiling(op).tile_columns * chunks[op.name] * graph.tokens * 2, 128)
     if len(prologue_values(op)) == 1:
         return own
-    activations = next(size for phase in _phases(graph, schedule, chunks) for name, size in phase if name == "activations")
+    activations = next(size for phase in _linear_phases(graph, schedule, chunks) for name, size in phase if name == "activations")
     return round_up(activations, 128) + own
 
 
 def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
     """Tiles of a row group whose activations are gathered at once: what the schedule says, else all of a part of the columns,
-    unless they would squeeze the ring."""
+    unless they would squeeze the ring, or where they arrive in registers, the products."""
     tiles, chosen, ways = tiling(op), schedule.op(op.name).chunk, schedule.op(op.name).ways
     if chosen:
         return chosen
@@ -129,7 +139,10 @@ def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
     pieces = tiles.pieces // ways
-    fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * column_bytes <= CHUNK_BUDGET]
+    each, most = column_bytes, CHUNK_BUDGET
+    if is_wide(op, schedule, graph.tokens):
+        each, most = wide_registers(op, schedule, graph.tokens), WIDE_REGISTERS
+    fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * each <= most]
     return max(fitting, default=1)
 
 
@@ -148,7 +161,7 @@ def pass_groups(op: Linear, graph: Graph, schedule: Schedule) -> int:
 def copies_vectors(op: Linear, graph: Graph, schedule: Schedule) -> bool:
     """Whether an op's vectors leave the ring before its input comes: for the tiles behind them to be held, or for all chunks to read."""
     early = bool(schedule.op(op.name).prefetch.registers) or column_chunks(op, graph, schedule) > 1
-    return bool(vectors(op)) and early and not is_direct(op, schedule)
+    return bool(vectors(op)) and early and not is_direct(op, schedule, graph.tokens)
 
 
 def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], chunks: dict[str, int]) -> Iterator[tuple[str, int]]:
@@ -165,14 +178,18 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     linears = [op for op in graph.ops if isinstance(op, Linear)]
     yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
-    batch = schedule.batch * warps * tokens * GROUP_ROWS * 4
-    yield "partials", batch + max(batch, *(last_bytes(op, schedule, tokens) for op in linears))
     yield "staged", max((e.vectors for e in exchanges if e.dtype == "bf16"), default=0) * UNIT_BYTES
     remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
     yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
         yield f"kept.{value}", e.units * UNIT_BYTES
+
+
+def _partials_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Partial sums of two batches, the second of which may have last elements in its place."""
+    batch = schedule.batch * schedule.consumer.warps * graph.tokens * GROUP_ROWS * 4
+    return batch + max(batch, *(last_bytes(op, schedule, graph.tokens) for op in graph.ops if isinstance(op, Linear)))
 
 
 def row_parts(op: Linear, tokens: int, warps: int) -> int:
@@ -239,23 +256,28 @@ def _most_stages(ring: Ring) -> int:
     return ring.stages or ceil_div(256 * KIB, ring.stage_bytes)
 
 
-def _phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
-    """What each phase keeps in the overlay."""
+def _linear_phases(graph: Graph, schedule: Schedule, chunks: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """What linears keep in the overlay beside their partial sums."""
     tokens, warps = graph.tokens, schedule.consumer.warps
     columns = [(op, tiling(op).tile_columns * chunks[op.name]) for op in graph.ops if isinstance(op, Linear)]
-    first = max((c for op, c in columns if not is_direct(op, schedule)), default=0) * tokens * 2
+    first = max((c for op, c in columns if not in_registers(op, schedule)), default=0) * tokens * 2
     second = max((c for op, c in columns if len(prologue_values(op)) > 1), default=0) * tokens * 2
     yield [("activations", first), ("second", second)]
     # argmax: one candidate a thread, then one a token, behind the head's last product, when its input is no longer needed.
     for name in (op.name for op in graph.ops if isinstance(op, Linear) and op.sink == "argmax"):
         yield [(f"{name}.candidates", (warps * WARP_THREADS + tokens) * 8)]
+
+
+def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[str, int]]]:
+    """What attentions keep there."""
+    tokens, warps = graph.tokens, schedule.consumer.warps
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue
         rows = op.heads // op.kv_heads * tokens
         part_rows = min(16, rows)
         yield [
-            (f"{op.name}.queries", 0 if is_direct(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
+            (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
             (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
             (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
         ]
@@ -289,12 +311,12 @@ def _rings(
     return tuple(rings), placed, at
 
 
-def _held_stages(op: Linear, schedule: Schedule) -> int:
+def _held_stages(op: Linear, schedule: Schedule, tokens: int) -> int:
     """Stages that an op lets go of only when it has read them all: those of its vectors, unless they are copied one by one; where the
-    input arrives in registers, those of its held tiles as well."""
+    input of few tokens arrives in registers, those of its held tiles as well."""
     held = schedule.op(op.name).prefetch.registers or 0
-    if is_direct(op, schedule):
-        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule))
+    if is_direct(op, schedule, tokens):
+        return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule, tokens))
     return 0 if held else len(vectors(op))
 
 
@@ -303,7 +325,7 @@ def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring],
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = _held_stages(op, schedule) if isinstance(op, Linear) else 0
+            need = _held_stages(op, schedule, graph.tokens) if isinstance(op, Linear) else 0
             role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:

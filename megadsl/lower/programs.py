@@ -10,7 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import WARP_THREADS, Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
-from megadsl.lower.gathers import is_direct
+from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
@@ -206,7 +206,8 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     sites = {arg: builder.site_of(role, op, arg) for arg in (*(arg for arg, _ in vectors(op)), "")}
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
-    if is_direct(op, builder.schedule):
+    direct = is_direct(op, builder.schedule, builder.graph.tokens)
+    if direct:
         for index, (arg, _) in enumerate(vectors(op)):
             lanes = Region("registers", copy_name(op, arg), Level.WARP)
             args = {"linear": op, "arg": arg, "ahead": index, "ring": ring_role}
@@ -220,14 +221,14 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     everywhere, whole = least_groups(op, schedule) * pieces >= tiles, own_groups(op, schedule) * pieces <= tiles
     beside = not _begins_early(builder, op) and _takes_beside(builder, op)
     args = {"tiles": tiles, "everywhere": everywhere, "whole": whole, "ring": ring_role, "beside": beside}
-    args |= {"direct": is_direct(op, schedule), "ahead": len(vectors(op))}
+    args |= {"direct": direct, "lanes": in_registers(op, schedule), "ahead": len(vectors(op))}
     yield Instr(Verb.WAIT, "hold_tiles", op.name, op.span, sites[""], (ring,), (held,), f"min({tiles}, own_groups * pieces)", args=args)
 
 
 def _takes_beside(builder: Builder, op: Linear) -> bool:
     """Whether a linear takes its tiles while the first polls of its input are under way: of one value, by one round of dense polls."""
     values = prologue_values(op)
-    if not builder.held(op) or len(values) != 1 or is_direct(op, builder.schedule):
+    if not builder.held(op) or len(values) != 1 or in_registers(op, builder.schedule):
         return False
     polls = _polls(builder, op, values[0][1])
     return bool(polls["dense"]) and polls["rounds"] == 1
@@ -253,8 +254,8 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
     prologue, site, held = tuple(_prologue(builder, op, role, ring_role)), builder.site_of(role, op), builder.held(op)
-    direct = is_direct(op, builder.schedule)
-    input_ = () if direct else (Region("smem", "activations", Level.BLOCK),)
+    direct, lanes = is_direct(op, builder.schedule, builder.graph.tokens), in_registers(op, builder.schedule)
+    input_ = () if lanes else (Region("smem", "activations", Level.BLOCK),)
     reads = (ring, *input_, *((Region("registers", op.name, Level.WARP),) if held else ()))
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
@@ -263,7 +264,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "parts": "", **parts},
+        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "lanes": lanes, "parts": "", **parts},
     )  # fmt: skip
     if not split:
         yield from _results(builder, op, role)
@@ -305,13 +306,13 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
         ends = _end(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
-    gathered = () if is_direct(op, builder.schedule) else ("gathered",)
+    gathered = () if in_registers(op, builder.schedule) else ("gathered",)
     return (*gathered, "partials", *ends)
 
 
 def _prologue(builder: Builder, op: Linear, role: str, ring_role: str) -> Iterator[Instr]:
     """Gathers, and what makes the operand of them. A factored operand is final when it arrives, so that its vectors come first."""
-    taken = builder.copies(op) or is_direct(op, builder.schedule)
+    taken = builder.copies(op) or is_direct(op, builder.schedule, builder.graph.tokens)
     waits = [] if taken else list(_wait_vectors(builder, op, role, ring_role))
     gathers = list(_gathers(builder, op, role))
     if op.factored is not None:
@@ -328,7 +329,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     beside = not _begins_early(builder, op) and _takes_beside(builder, op)
     hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
-        polls, into = _polls(builder, op, ref), "registers" if is_direct(op, builder.schedule) else buffers[index]
+        polls, into = _polls(builder, op, ref), "registers" if in_registers(op, builder.schedule) else buffers[index]
         yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
 
 
@@ -400,7 +401,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
-        "holds": builder.held(op) > 0, "direct": is_direct(op, builder.schedule),
+        "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
@@ -410,7 +411,7 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
     units, blocks, tiles = op.kv_heads * builder.schedule.op(op.name).splits, builder.schedule.blocks, query_tiles(op, builder.graph.tokens)
     if units > blocks:
         yield "again"
-    if not is_direct(op, builder.schedule):
+    if not in_registers(op, builder.schedule):
         yield "gathered"
     if op.maps:
         yield "mapped"

@@ -25,6 +25,8 @@ SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
+PART_ROWS = 512  # of a KV head's partial results, all splits together: to send and add more costs more than a split saves
+FEW_TOKENS = 4  # residuals of more are too many vectors to poll
 BATCH = 3  # more would cost a ring stage where shared memory is short
 MOST_BATCH = 8  # row groups of one token that the block's first warp finishes alone
 FEWEST_BLOCKS = 0.9  # of the SMs: fewer could not keep HBM busy
@@ -106,7 +108,9 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
     window = min(WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES, machine.smem_per_block)
     meeting = window if few else MEETING_BYTES
-    ops = tuple(_default_op(op, count, graph.tokens) for op in graph.ops)
+    small = _loop_bytes(graph) <= SMALL_LAYER
+    residual = "block" if small or graph.tokens > FEW_TOKENS else "exchange"
+    ops = tuple(_default_op(op, count, graph.tokens, residual) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
     split = [op for op, how in zip(graph.ops, ops, strict=True) if isinstance(op, Attention) or how.ways > 1]
     parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in split)
@@ -131,13 +135,18 @@ def best_blocks(graph: Graph, machine: Machine) -> int:
     """
     linears = [op for op in graph.ops if isinstance(op, Linear)]
     looped = [op for op in linears if op.loop]
-    if looped and sum(tiling(op).bytes for op in looped) <= SMALL_LAYER:
+    if looped and _loop_bytes(graph) <= SMALL_LAYER:
         shared = min(tiling(op).shares for op in looped)
         if FEWEST_OF_SMALL * machine.sms <= shared <= machine.sms:
             return shared
     counts = range(max(1, round(FEWEST_BLOCKS * machine.sms)), machine.sms + 1)
     cost = {b: sum(_largest_bytes(op, b) * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Linear)) for b in counts}
     return min(b for b in counts if cost[b] <= BLOCKS_SLACK * min(cost.values()))
+
+
+def _loop_bytes(graph: Graph) -> int:
+    """Of one layer's weights."""
+    return sum(tiling(op).bytes for op in graph.ops if isinstance(op, Linear) and op.loop)
 
 
 def _batch(graph: Graph, blocks: int) -> int:
@@ -152,13 +161,23 @@ def _largest_bytes(op: Linear, blocks: int) -> int:
     return ceil_div(tiles.shares, blocks) * tiles.share_bytes
 
 
-def _default_op(op: Op, blocks: int, tokens: int) -> OpSchedule:
+def _default_op(op: Op, blocks: int, tokens: int, residual: str) -> OpSchedule:
+    """``residual``: polling those of few tokens costs less than the barrier behind which a block keeps them. A small model's layers, whose
+    blocks have little else to do, and many tokens keep them."""
     name = op.name
     if isinstance(op, Attention):
-        return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=max(1, min(MAX_SPLITS, blocks // op.kv_heads)))
+        return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=_splits(op, blocks, tokens))
     ways = default_ways(op, blocks, tokens, BATCH) if isinstance(op, Linear) else 1
     after = isinstance(op, Linear) and factored(op) is not None
-    return OpSchedule(name, LOADER, ways=ways, scale="after" if after else "before")
+    if not isinstance(op, Linear) or not kept_values(op):
+        residual = "block"
+    return OpSchedule(name, LOADER, ways=ways, scale="after" if after else "before", residual=residual)
+
+
+def _splits(op: Attention, blocks: int, tokens: int) -> int:
+    """A unit for each block, but few enough that their partial results are not what takes the time."""
+    most = max(1, PART_ROWS // (op.heads // op.kv_heads * tokens))
+    return max(1, min(MAX_SPLITS, 1 << most.bit_length() - 1, blocks // op.kv_heads))
 
 
 def balance(graph: Graph, schedule: Schedule) -> Schedule:

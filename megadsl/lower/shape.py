@@ -111,7 +111,7 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
     words: tuple[int, ...] = (
         record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
         op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name),
-        tiles_together(op, schedule), how.prefetch.l2_bytes, pass_groups(op, graph, schedule),
+        tiles_together(op, schedule, graph.tokens), how.prefetch.l2_bytes, pass_groups(op, graph, schedule),
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]

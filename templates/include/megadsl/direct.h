@@ -183,15 +183,6 @@ MK_DEV void load_weights(const B& block, smem_ptr<char> stage, u32 count, u32x4 
     }
 }
 
-// Behind it the loads have returned, so that their stage may be let go of.
-template <u32 kTiles, u32 kRounds>
-MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
-  u32 seen = 0;
-#pragma unroll
-  for (u32 i = 0; i < kTiles * kRounds; ++i) seen ^= weights[i / kRounds][i % kRounds].w;
-  ptx::await(seen);
-}
-
 // Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether. The first lies `ahead`
 // positions further on in the ring; run_direct lets go of them.
 template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
@@ -237,7 +228,7 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
 #pragma unroll
     for (u32 i = 0; i < kGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; });
-      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums);
+      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums, block.warp());
     }
     if (kWhole) reader.release();
   }
@@ -262,7 +253,7 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
 #pragma unroll
     for (u32 i = 0; i < kHeldGroups; ++i) {
       const auto sums = multiply_parts<G>(x, [&](u32 part) { return held.weights[i * G::kPieces + part / held.kRounds][part % held.kRounds]; });
-      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums);
+      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums, block.warp());
     }
   }
 #pragma unroll 1

@@ -12,6 +12,7 @@
 #include "megadsl/rope.h"
 #include "megadsl/sample.h"
 #include "megadsl/tape.h"
+#include "megadsl/wide.h"
 
 namespace mk {
 

@@ -126,6 +126,12 @@ MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesA
   }
 }
 
+// Whether a warp has a panel in a round: the last one may not have a panel for every warp.
+template <class G, class B>
+MK_DEV bool has_panel(u32 warp, u32 round) {
+  return (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + warp < G::kPanels;
+}
+
 // The first kTiles tiles of a block's share, taken out of the ring before the op's input is there: each lane keeps the weights that
 // it will multiply, so that the loader goes on while the block waits for others. kEverywhere: every block has as many, else what a
 // block does not have are zeros. kWhole: no block has more.
@@ -136,10 +142,6 @@ struct Held {
   u32x4 weights[kTiles][kRounds];
 
   MK_DEV static u32 count(RowGroups own) { return kEverywhere ? kTiles : min_u32(kTiles, (own.end - own.begin) * G::kPieces); }
-  // Whether a warp has a panel in a round: the last one may not have a panel for every warp.
-  MK_DEV static bool has_panel(const B& block, u32 round) {
-    return (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + block.warp() < G::kPanels;
-  }
 };
 struct NothingHeld {
   static constexpr u32 kTiles = 0;
@@ -147,11 +149,11 @@ struct NothingHeld {
 };
 
 // Fills `held` from the ring, as many tiles at once as fit it. The matrix's input comes in one piece, so that a group's tiles follow
-// each other.
+// each other. `warp`: whose panels this warp multiplies.
 template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
-MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held) {
+MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held, u32 warp) {
   const RowGroups own = own_groups(block.cx, s);
-  const u32 tiles = held.count(own), lane_at = (block.warp() * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
+  const u32 tiles = held.count(own), lane_at = (warp * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
   constexpr u32 kAtOnce = kTiles < R::kStages ? kTiles : R::kStages, kRoundBytes = B::kWarps * kGroupRows * 64;
 #pragma unroll
   for (u32 first = 0; first < kTiles; first += kAtOnce) {
@@ -165,7 +167,7 @@ MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s
       for (u32 round = 0; round < held.kRounds; ++round) {
         u32x4& w = held.weights[i][round];
         w = u32x4{0, 0, 0, 0};
-        if ((kEverywhere || i < tiles) && held.has_panel(block, round)) w = ptx::ld_shared<u32x4>(tile.template at<u32x4>(round * kRoundBytes));
+        if ((kEverywhere || i < tiles) && has_panel<G, B>(warp, round)) w = ptx::ld_shared<u32x4>(tile.template at<u32x4>(round * kRoundBytes));
         seen ^= w.w;
       }
     }
@@ -175,9 +177,18 @@ MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s
   }
 }
 
-// Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32.
+// Behind it the loads have returned, so that their stage may be let go of.
+template <u32 kTiles, u32 kRounds>
+MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
+  u32 seen = 0;
+#pragma unroll
+  for (u32 i = 0; i < kTiles * kRounds; ++i) seen ^= weights[i / kRounds][i % kRounds].w;
+  ptx::await(seen);
+}
+
+// Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32; `warp`: whose panels it multiplied.
 template <class B>
-MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums) {
+MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, u32 warp) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
   for (u32 half = 0; half < TileSums<B::kTokens>::kHalves; ++half) {
@@ -187,7 +198,7 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
     for (u32 i = 0; i < 2; ++i) {
       const u32 token = 2 * q + i + 8 * half;
       if (token >= B::kTokens) continue;
-      ptx::st_shared<float>(partials + ((block.warp() * B::kTokens + token) * kGroupRows + g), sum[i]);
+      ptx::st_shared<float>(partials + ((warp * B::kTokens + token) * kGroupRows + g), sum[i]);
     }
   }
 }
@@ -241,13 +252,13 @@ MK_DEV void consume_held(const B& block, const Held<G, kTiles, kEverywhere, kWho
     const u32 piece = i % G::kPieces;
 #pragma unroll
     for (u32 round = 0; round < held.kRounds; ++round)
-      if (held.has_panel(block, round))
+      if (has_panel<G, B>(block.warp(), round))
         at.sums[piece % kTogether<R>].multiply(held.weights[i][round],
                                                x.template at<char>((piece * G::kPanels + round * B::kWarps) * kPanelBytes), g, q);
     if (piece + 1 != G::kPieces) continue;
     if (G::kPieces != 1) at.sums[0].add(at.sums[1]);
     if (kEverywhere || i < tiles)
-      leave_partials(block, partials + i / G::kPieces * B::kWarps * B::kTokens * kGroupRows, at.sums[0]);
+      leave_partials(block, partials + i / G::kPieces * B::kWarps * B::kTokens * kGroupRows, at.sums[0], block.warp());
     at.sums[0] = at.sums[1] = TileSums<B::kTokens>();
   }
   at.group += tiles / G::kPieces, at.piece = tiles % G::kPieces;
@@ -284,12 +295,35 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
     const u32 groups = kSingle ? count : 1;
 #pragma unroll
     for (u32 i = 0; i < kTilesAtOnce; ++i) {
-      if (i < groups) leave_partials(block, partials + (at.group - first + i) * B::kWarps * B::kTokens * kGroupRows, at.sums[i]);
+      if (i < groups) leave_partials(block, partials + (at.group - first + i) * B::kWarps * B::kTokens * kGroupRows, at.sums[i], block.warp());
       at.sums[i] = TileSums<B::kTokens>();
     }
     at.group += groups, at.piece = 0;
   }
 }
+
+// Where run_tiles finds its input: where all warps meet, in shared memory, which `gather(first column, columns)` fills. wide.h has the other.
+template <class G, class B, class Gather>
+struct Input {
+  const B& block;
+  Gather gather;
+  smem_ptr<char> activations;
+
+  MK_DEV Input(const B& b, const SmemShape& smem, Gather from) : block(b), gather(from), activations(b.template at<char>(smem.activations)) {}
+  MK_DEV void bring(u32 begin, u32 columns) {
+    gather(begin, columns);
+    block.sync();
+  }
+  template <class R, class H>
+  MK_DEV void consume_held(const H& held, u32 tiles, smem_ptr<float> partials, Progress<B>& at) const {
+    mk::consume_held<R>(block, held, tiles, activations, partials, at);
+  }
+  template <class R>
+  MK_DEV void consume(R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, smem_ptr<float> partials, i32 meeting, bool ends_op,
+                      Progress<B>& at) const {
+    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, meeting, ends_op, at);
+  }
+};
 
 // What a row's sums are multiplied by. `settle()` is called once behind the barrier after which the input is there, and before
 // the next one; `factor(token)` behind that.
@@ -344,8 +378,7 @@ MK_DEV smem_ptr<float> partials_of(const B& block, const SmemShape& smem, u32 tu
   return block.template at<float>(smem.partials) + turn * kBatch * B::kWarps * B::kTokens * kGroupRows;
 }
 
-// Consumer side. `gather(first_column, columns)` brings activations (it is called by all threads, when nobody reads those before any
-// more); `finish(partials, first, count, chunks)` takes the warps' sums of row groups, counted from the block's first; `settle()` is
+// Consumer side. `gather` brings activations, see Input (it is called by all threads, when nobody reads those before any more); `finish(partials, first, count, chunks)` takes the warps' sums of row groups, counted from the block's first; `settle()` is
 // called once, before the barrier that the first of them with all columns follows. kEnds: the block meets behind the last finish.
 // Until the first batch's partial sums meet, the second batch's place is free: gather_operand leaves last elements there.
 // `held`: what hold_tiles() has taken of the first batch, of a matrix whose input comes in one piece.
@@ -354,13 +387,12 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
                       Finish finish, const H& held = {}) {
   const RowGroups own = own_groups(block.cx, s);
   constexpr u32 kChunkColumns = G::kPieces * G::kPanels * kPanel;
-  const smem_ptr<char> activations = block.template at<char>(smem.activations);
+  Input<G, B, Gather> input(block, smem, gather);
   u32 turn = 0;
   Progress<B> ahead = {own.begin};
   const auto gather_chunk = [&](u32 column) {
     trace(block.cx, Event::kWait, site, column);
-    gather(column * kChunkColumns, kChunkColumns);
-    block.sync();
+    input.bring(column * kChunkColumns, kChunkColumns);
     trace(block.cx, Event::kReady, site, column);
   };
   if constexpr (H::kTiles != 0) {  // before the loop: else the held weights would live as long as it
@@ -368,7 +400,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
     const u32 tiles = held.count(own);
     gather_chunk(0);
     block.meeting(smem.meeting, tiles == (own.end - own.begin) * G::kPieces);
-    consume_held<R>(block, held, tiles, activations, partials_of<kBatch>(block, smem, 0), ahead);
+    input.template consume_held<R>(held, tiles, partials_of<kBatch>(block, smem, 0), ahead);
   }
   const auto batches = [&](u32 part, RowGroups pass, u32 chunk) {
     for_each_pass(kBatch, 1, pass, [&](u32 first, u32 last, u32) {
@@ -378,8 +410,8 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
                                 chunk + 1 == G::kChunks};
       Progress<B> begun = {first};
       if (!H::kWhole)
-        consume_tiles<G>(block, reader, site, s, first, last, part * G::kChunks + chunk, activations, partials, smem.meeting,
-                         chunks.last && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
+        input.consume(reader, site, s, first, last, part * G::kChunks + chunk, partials, smem.meeting,
+                      chunks.last && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
       trace(block.cx, Event::kTaken, site, reader.taken.now());
       if (chunks.last && item == own.begin) settle();
       block.sync();
