@@ -123,6 +123,7 @@ ELSEWHERE: dict[str, str] = {
     "MK488": "test_torch_generate.py::test_sampling_that_means_nothing",
     "MK489": "test_torch.py::test_what_cannot_be_shared",
     "MK490": "test_torch_generate.py::test_bad_prompts_and_choices",
+    "MK491": "test_torch.py::test_a_step_is_not_copied",
     "MK500": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK501": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK502": "test_check_mutants.py::test_why_sentinels_need_four_slots",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,10 +112,10 @@ def test_sequences_take_turns_and_outputs_stay(device: str) -> None:
     first, second = step.new_cache(), step.new_cache()
     (a, rows), (b, more), _ = chunks(device)
     kept = step(a, rows, cache=first)
-    copy = kept.logits.clone()
+    before = kept.logits.clone()
     step(a.flip(0), rows, cache=second)
     after = step(b, more, cache=first)
-    assert kept.logits.equal(copy), "no later launch writes into what was given"
+    assert kept.logits.equal(before), "no later launch writes into what was given"
     own = tiny_step(device)
     own(a, rows)
     assert after.logits.equal(own(b, more).logits) and first.equal(own.cache) and int(step.cache.count_nonzero()) == 0
@@ -143,6 +146,22 @@ def test_a_model_of_torch_brings_its_weights() -> None:
     step = DecodeStep(probe.Probe(), Model(), "cpu")
     assert step.weights.equal(probe_step().weights) and step.state_dict() == {}
     assert "tokens=4" in repr(step) and "cpu" in repr(step)
+
+
+def test_a_kernel_that_chooses_no_token(device: str) -> None:
+    step = DecodeStep(probe.Probe(graph=probe.graph("logits")), {"w": torch.arange(1.0, probe.VOCAB + 1)[:, None]}, device)
+    out = torch.compile(step, fullgraph=True, backend="aot_eager")(tensor([5], device), tensor(3, device))
+    assert out.next_ids.shape == (0,) and out.logits.argmax(-1).tolist() == [28]
+    assert step.generate(IDS[:1], 4).tolist() == probe.continuation(IDS[:1], 4)
+
+
+def test_threads_take_turns(device: str) -> None:
+    step, want = tiny_step(device), tiny_step(device)(*chunks(device)[0]).logits
+    with ThreadPoolExecutor(4) as pool:
+        caches = [step.new_cache() for _ in range(8)]
+        found = list(pool.map(lambda arena: step(*chunks(device)[0], cache=arena).logits, caches))
+    step.check()
+    assert all(logits.equal(want) for logits in found) and all(arena.equal(caches[0]) for arena in caches)
 
 
 def test_two_steps_share_weights_and_cache(device: str) -> None:
@@ -189,10 +208,10 @@ def calls() -> dict[str, tuple[str, str, Callable[[DecodeStep], object]]]:
         "a number": ("MK480", "device='cpu'), made once", lambda s: s(one, 0)),
         "meta": ("MK482", "kv_len lies on meta, the step runs on cpu", lambda s: s(one, zero.to("meta"))),
         "floats": ("MK483", "give ids.to(torch.int64)", lambda s: s(one.float(), zero)),
-        "bytes": ("MK483", "give torch.uint8", lambda s: s(one, zero, cache=torch.zeros(16))),
-        "a batch": ("MK484", "ids has shape (1, 1), the step takes (n,), of one sequence", lambda s: s(one[None], zero)),
+        "bytes": ("MK483", "give what new_cache() of the step makes", lambda s: s(one, zero, cache=torch.zeros(16))),
+        "a batch": ("MK484", "ids has shape (1, 1), the step takes (n,)", lambda s: s(one[None], zero)),
         "rows": ("MK484", "kv_len has shape (2,)", lambda s: s(one, tensor([0, 1]))),
-        "positions": ("MK484", "the step takes (1,), one per new token", lambda s: s(one, zero, positions=tensor([0, 1]))),
+        "positions": ("MK484", "the step takes (1,)", lambda s: s(one, zero, positions=tensor([0, 1]))),
         "cache": ("MK484", "cache has shape (3,), the step takes (16,)", lambda s: s(one, zero, cache=torch.zeros(3, dtype=torch.uint8))),
         "strided": ("MK485", "not contiguous", lambda s: s(one, zero, cache=torch.zeros(32, dtype=torch.uint8)[::2])),
         "odd address": ("MK485", "multiple of 16 bytes", lambda s: s(one, zero, cache=odd)),
@@ -242,7 +261,7 @@ def test_a_step_that_is_gone() -> None:
     step = probe_step()
     exported = torch.export.export(step, (tensor([5]), tensor(3))).module()
     assert exported(tensor([5]), tensor(3)).next_ids.tolist() == [28]
-    arenas, name = (step.weights, step.cache), step.name
+    arenas = step.weights, step.cache
     step.close()
     for call in (
         lambda: exported(tensor([5]), tensor(3)),
@@ -250,7 +269,7 @@ def test_a_step_that_is_gone() -> None:
         lambda: step.generate([5], 2),
         step.new_cache,
     ):
-        with pytest.raises(MegadslError, match=f"MK487.*{name} has been freed"):
+        with pytest.raises(MegadslError, match=r"test_torch\.py:.*MK487.*the step of probe has been freed"):
             call()
     assert "closed" in repr(step) and step.cache.numel() == 0
     other = probe_step()
@@ -259,6 +278,17 @@ def test_a_step_that_is_gone() -> None:
     gc.collect()
     with pytest.raises(MegadslError, match="MK487"):
         decode_step(tensor([5]), tensor(3), None, None, *arenas, name)
+
+
+def test_a_step_is_not_copied() -> None:
+    step = probe_step()
+    for copied in (lambda: copy.deepcopy(torch.nn.Sequential(step)), lambda: pickle.dumps(step)):
+        with pytest.raises(MegadslError) as caught:
+            copied()
+        assert caught.value.code == "MK491"
+    with pytest.raises(MegadslError) as caught:
+        step.to("meta")(tensor([5]), tensor(3))
+    assert [d.code for d in caught.value.diagnostics] == ["MK482", "MK482"]
 
 
 def test_what_cannot_be_shared() -> None:

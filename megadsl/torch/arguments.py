@@ -19,14 +19,18 @@ NO_TENSOR = declare(
     "{name} is no tensor but of type {got}",
     "give a torch tensor on {device}, or anything that has __dlpack__; a number as torch.tensor([number], device={device!r}), made once",
 )
-DLPACK = declare("MK481", "{name} cannot be taken over through DLPack: {why}", "make it a torch tensor: torch.as_tensor({name})")
+DLPACK = declare(
+    "MK481",
+    "{name} cannot be taken over through DLPack: {why}",
+    "copy it into a type and an order that DLPack knows, or give a torch tensor",
+)
 WRONG_DEVICE = declare(
     "MK482",
     "{name} lies on {got}, the step runs on {want}",
     "move it with {name}.to({want!r}); weights and cache of a DecodeStep stay where it was made",
 )
-WRONG_DTYPE = declare("MK483", "{name} has dtype {got}", "give {want}")
-WRONG_SHAPE = declare("MK484", "{name} has shape {got}, the step takes {want}", "give {name} of shape {want}")
+WRONG_DTYPE = declare("MK483", "{name} has dtype {got}, the step takes {want}", "give {mend}")
+WRONG_SHAPE = declare("MK484", "{name} has shape {got}, the step takes {want}", "give {mend}")
 LAYOUT = declare(
     "MK485",
     "{name} is not contiguous memory that begins at a multiple of {align} bytes",
@@ -88,11 +92,10 @@ def check_kinds(
         if tensor.device != device:
             found.append(diagnose(WRONG_DEVICE, name=name, got=tensor.device, want=str(device)))
         if tensor.dtype not in _INTEGERS:
-            found.append(diagnose(WRONG_DTYPE, name=name, got=tensor.dtype, want=f"{name}.to(torch.int64), or torch.int32"))
+            found.append(diagnose(WRONG_DTYPE, name=name, got=tensor.dtype, want="int64 or int32", mend=f"{name}.to(torch.int64)"))
         right = tensor.ndim == 1 if name == "ids" else _fits(name, tensor, ids)
         if not right:
-            want = {"ids": "(n,), of one sequence", "kv_len": "() or (1,)"}.get(name, f"({ids.numel()},), one per new token")
-            found.append(diagnose(WRONG_SHAPE, name=name, got=tuple(tensor.shape), want=want))
+            found.append(_wrong_shape(name, tensor, ids))
     if ids.ndim == 1 and not 1 <= ids.shape[0] <= limits.tokens:
         found.append(diagnose(TOKEN_COUNT, count=ids.shape[0], tokens=limits.tokens))
     for (name, arena), size in zip(arenas.items(), (limits.weight_bytes, limits.cache_bytes), strict=True):
@@ -106,14 +109,23 @@ def _fits(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> bool:
     return tensor.shape == ids.shape
 
 
+def _wrong_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> Diagnostic:
+    want, mend = {
+        "ids": ("(n,)", "the new ids of one text: a step has no batch dimension"),
+        "kv_len": ("() or (1,)", "one number: the rows of the cache that count"),
+    }.get(name, (f"({ids.numel()},)", "one entry per new token"))
+    return diagnose(WRONG_SHAPE, name=name, got=tuple(tensor.shape), want=want, mend=mend)
+
+
 def _arena(name: str, arena: torch.Tensor, size: int, device: torch.device) -> list[Diagnostic]:
     found: list[Diagnostic] = []
+    mend = "what new_cache() of the step makes" if name == "cache" else f"the step's own {name}"
     if arena.device != device:
         found.append(diagnose(WRONG_DEVICE, name=name, got=arena.device, want=str(device)))
     if arena.dtype != torch.uint8:
-        found.append(diagnose(WRONG_DTYPE, name=name, got=arena.dtype, want="torch.uint8"))
+        found.append(diagnose(WRONG_DTYPE, name=name, got=arena.dtype, want="uint8", mend=mend))
     if tuple(arena.shape) != (size,):
-        found.append(diagnose(WRONG_SHAPE, name=name, got=tuple(arena.shape), want=f"({size},)"))
+        found.append(diagnose(WRONG_SHAPE, name=name, got=tuple(arena.shape), want=f"({size},)", mend=mend))
     elif not arena.is_contiguous():
         found.append(diagnose(LAYOUT, name=name, align=ALIGN))
     return found

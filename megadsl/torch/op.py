@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
 
-from megadsl.diagnostics import declare, error
+from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.runtime.control import ANCESTORS, FLAGS, KV_LEN, MOST_TOKENS, N_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
 from megadsl.runtime.program import Program
 from megadsl.torch.arguments import Limits, check_kinds, check_memory, check_values, users_call
 
 NO_STEP = declare(
-    "MK487", "the step {step} has been freed", "keep its DecodeStep for as long as graphs, compiled functions or programs of yours call it"
+    "MK487",
+    "the step of {model} has been freed",
+    "keep its DecodeStep for as long as graphs, compiled functions or programs of yours call it",
 )
 
 _WORDS = (KV_LEN, NEXT_IDS)  # the inputs of a launch lie within [first, second)
@@ -38,12 +41,10 @@ class LoadedStep:
         self.limits = Limits(manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"])
         digest = hashlib.sha256(source.encode() + json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.name = f"{manifest['model']}-{digest}-{next(_numbers)}"
-        self._words = program.control.words
+        self._lock = threading.RLock()  # the emulator has no queue
         # made once: nothing of this may be copied from the host while a graph is captured
-        self._counts = torch.tensor([[n, 0] for n in range(MOST_TOKENS + 1)], device=program.device)
-        self._chain = torch.tensor([(2 << i) - 1 for i in range(MOST_TOKENS)], device=program.device)
-        self._ahead = torch.arange(MOST_TOKENS, dtype=torch.int32, device=program.device)
-        self._least, self._most = self._bounds()
+        least, most = self._bounds()
+        self._inputs = [_Inputs(program.control.words, number, least, most[number]) for number in range(MOST_TOKENS + 1)]
         _loaded[self.name] = self
 
     def check(
@@ -75,31 +76,12 @@ class LoadedStep:
             check_values(self.limits, ids, kv_len, positions, ancestors)
         # the kernel writes the rows of all tokens that it is compiled for
         logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
-        with program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
-            self._stage(number, ids, kv_len, positions, ancestors)
+        inputs = self._inputs[number]
+        with self._lock, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
+            inputs.stage(ids, kv_len, positions, ancestors)
             program.launch()
-            chosen = self._words[NEXT_IDS : NEXT_IDS + (number if self.chooses else 0)].to(torch.int64)
+            chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)
         return logits[:number], chosen
-
-    def _stage(
-        self, number: int, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None
-    ) -> None:
-        """The inputs into the control block, in two or three small kernels: values on a GPU cannot be refused without waiting for it, so
-        they are kept within what the kernel can address."""
-        words = self._words
-        pairs = [
-            (words[KV_LEN : KV_LEN + 1], kv_len.reshape(1)),
-            (words[N_TOKENS : FLAGS + 1], self._counts[number]),
-            (words[TOKEN_IDS : TOKEN_IDS + number], ids),
-            (words[ANCESTORS : ANCESTORS + number], self._chain[:number] if ancestors is None else ancestors),
-        ]
-        if positions is not None:
-            pairs.append((words[POSITIONS : POSITIONS + number], positions))
-        torch._foreach_copy_([into for into, _ in pairs], [given for _, given in pairs])
-        inputs = words[slice(*_WORDS)]
-        torch.clamp(inputs, self._least, self._most[number], out=inputs)
-        if positions is None:
-            torch.add(words[KV_LEN : KV_LEN + 1], self._ahead[:number], out=words[POSITIONS : POSITIONS + number])
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least values of the words, and the greatest ones for each number of new tokens."""
@@ -112,6 +94,33 @@ class LoadedStep:
         least[KV_LEN - first] = 0
         most[:, KV_LEN - first] = (self.limits.max_kv - torch.arange(MOST_TOKENS + 1)).clamp(min=0)
         return least.to(self.program.device), most.to(self.program.device)
+
+
+class _Inputs:
+    """Where ``number`` new tokens lie in the control block's ``words``; ``least`` and ``most`` bound the words that are inputs."""
+
+    def __init__(self, words: torch.Tensor, number: int, least: torch.Tensor, most: torch.Tensor) -> None:
+        def of(first: int) -> torch.Tensor:
+            return words[first : first + number]
+
+        self.chosen = of(NEXT_IDS)
+        self._all, self._least, self._most = words[slice(*_WORDS)], least, most
+        self._rows, self._positions = words[KV_LEN : KV_LEN + 1], of(POSITIONS)
+        self._into = [self._rows, words[N_TOKENS : FLAGS + 1], of(TOKEN_IDS), of(ANCESTORS), self._positions]
+        self._counts = torch.tensor([number, 0], device=words.device)
+        self._chain = torch.tensor([(2 << i) - 1 for i in range(number)], device=words.device)
+        self._ahead = torch.arange(number, dtype=torch.int32, device=words.device)
+
+    def stage(self, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None) -> None:
+        """The inputs into the control block, in two or three small kernels. Values on a GPU cannot be refused without waiting for it, so
+        they are kept within what the kernel can address."""
+        given = [kv_len.reshape(1), self._counts, ids, self._chain if ancestors is None else ancestors]
+        if positions is not None:
+            given.append(positions)
+        torch._foreach_copy_(self._into[: len(given)], given)
+        torch.clamp(self._all, self._least, self._most, out=self._all)
+        if positions is None:
+            torch.add(self._rows, self._ahead, out=self._positions)
 
 
 @torch.library.custom_op(
@@ -158,5 +167,10 @@ def _decode_step_fake(
 def _find(step: str) -> LoadedStep:
     loaded = _loaded.get(step)
     if loaded is None:
-        raise error(NO_STEP, users_call(), step=step)
+        raise gone(step)
     return loaded
+
+
+def gone(step: str) -> MegadslError:
+    """MK487 for the step of that name."""
+    return error(NO_STEP, users_call(), model=step.rsplit("-", 2)[0])

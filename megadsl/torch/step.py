@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -17,14 +17,20 @@ from megadsl.runtime.pack import cache_key, pack_weights
 from megadsl.runtime.program import Program, resolve_device
 from megadsl.runtime.weights import TensorSource, WeightSource
 from megadsl.torch.arguments import SupportsDLPack, tensor_of, users_call
-from megadsl.torch.op import NO_STEP, LoadedStep, decode_step
+from megadsl.torch.op import LoadedStep, decode_step, gone
 from megadsl.torch.sampling import Sampling
 from megadsl.torch.text import Continuation
 
 OTHER_LAYOUT = declare(
     "MK489",
-    "{what} of step {other} cannot be shared with {this}: {why}",
+    "{what} of the step of {other} cannot be shared with one of {this}: {why}",
     "compile both from one spec, with the same configuration and max_kv, for the same device; only tokens and schedule may differ",
+)
+
+NO_COPY = declare(
+    "MK491",
+    "a DecodeStep can be neither copied nor pickled: it is a kernel loaded on a device",
+    "make another: DecodeStep(compiled, step) shares the weights; new_cache() makes another cache",
 )
 
 Tensors = Mapping[str, SupportsDLPack]
@@ -181,7 +187,7 @@ class DecodeStep(torch.nn.Module):
     def loaded(self) -> LoadedStep:
         """What the operator launches. Raises MK487 behind :meth:`close`."""
         if self._loaded is None:
-            raise error(NO_STEP, users_call(), step=self.name)
+            raise gone(self.name)
         return self._loaded
 
     @property
@@ -192,19 +198,23 @@ class DecodeStep(torch.nn.Module):
     def require_shareable(self, manifest: Mapping[str, Any], device: str) -> None:
         """Raise MK489 unless a kernel of ``manifest`` on ``device`` reads the very arenas of this step."""
         own = self.program.manifest
-        names = {"other": self.name, "this": manifest["model"]}
+        names = {"other": own["model"], "this": manifest["model"]}
         if device != str(self._device):
-            raise error(OTHER_LAYOUT, users_call(), what="what", **names, why=f"they are on {self._device} and {device}")
+            raise error(OTHER_LAYOUT, users_call(), what="weights and cache", **names, why=f"they are on {self._device} and {device}")
         if cache_key(own, "") != cache_key(manifest, ""):
             raise error(OTHER_LAYOUT, users_call(), what="weights", **names, why="they are packed otherwise")
         for key in ("kv", "max_kv", "rope"):
             if own[key] != manifest[key]:
-                raise error(OTHER_LAYOUT, users_call(), what="the cache", **names, why=f"{key} is {own[key]} and {manifest[key]}")
+                raise error(OTHER_LAYOUT, users_call(), what="cache", **names, why=f"{key} is {own[key]} and {manifest[key]}")
 
     def _require_same_weights(self, other: DecodeStep) -> None:
         self.require_shareable(other.program.manifest, str(other.program.device))
+        names = {"other": self.program.manifest["model"], "this": other.program.manifest["model"]}
         if other.weights.data_ptr() != self.weights.data_ptr():
-            raise error(OTHER_LAYOUT, users_call(), what="weights", other=self.name, this=other.name, why="each has its own in memory")
+            raise error(OTHER_LAYOUT, users_call(), what="weights", **names, why="each has its own in memory")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise error(NO_COPY, users_call())
 
     def extra_repr(self) -> str:
         limits = None if self._loaded is None else self._loaded.limits
