@@ -18,13 +18,14 @@ from torch.library import opcheck
 
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
+from megadsl.reference import ReferenceModel
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import TensorSource
 from megadsl.torch import DecodeStep, decode_step
 from tests.gpu import probe
-from tests.kernels import Weights, bits, compiled, weights_for
+from tests.kernels import FACTOR, SLACK, Weights, bits, compiled, distance, weights_for
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IDS = [3, 141, 59, 26, 5, 358, 97]
@@ -74,6 +75,16 @@ def test_eager_compiled_and_the_generator_give_the_same_bits(device: str) -> Non
     for cache_of in (step, other):
         assert cache_of.cache.equal(generator.program.buffers["kv"]), "the same rows, and nothing else"
     step.check()
+
+
+def test_logits_are_those_of_the_meaning(device: str) -> None:
+    def of(arithmetic: str, dtype: torch.dtype) -> torch.Tensor:
+        model = ReferenceModel(tiny().graph, {k: v.to(dtype) for k, v in weights().items()}, tiny().manifest["max_kv"], arithmetic)
+        return torch.cat([model.step(ids.tolist()) for ids, _ in chunks("cpu")])
+
+    step, exact = tiny_step(device), of("fp32", torch.float32)
+    ours = torch.cat([step(ids, rows).logits.cpu() for ids, rows in chunks(device)])
+    assert distance(ours, exact) <= FACTOR * distance(of("bf16", torch.bfloat16), exact) + SLACK
 
 
 def test_positions_and_ancestors_are_the_generators(device: str) -> None:
