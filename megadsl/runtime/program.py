@@ -40,7 +40,7 @@ class Snapshot:
             self._copy = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
             self._copy.copy_(control, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(control.device))  # the current device may be another
         else:
             self._copy = control.clone()
 
@@ -75,7 +75,7 @@ class Program:
 
     Launches and all else that methods of a program and its ``control`` enqueue run one after the other in the order of the
     calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
-    a graph of his own that he captured launches into) is his to order.
+    a graph of his own that he captured launches into) is his to order: :meth:`using` makes it a turn.
 
     ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
     ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself, ``kernel`` what
