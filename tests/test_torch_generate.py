@@ -53,16 +53,22 @@ def test_a_seed_is_a_text(device: str) -> None:
 
 
 def test_what_is_drawn_has_its_probability() -> None:
-    logits = tensor([2.0, 1.0, 0.0, -1.0, 1.0]).log_softmax(-1)
+    logits = tensor([2.0, 1.0, 0.0, -1.0, 0.9]).log_softmax(-1)
     full = logits.exp()
-    for how, kept in [({}, [0, 1, 2, 3, 4]), ({"top_k": 2}, [0, 1, 4]), ({"top_p": 0.6}, [0, 1]), ({"top_p": 0.01}, [0])]:
+    cases = [({}, [0, 1, 2, 3, 4]), ({"top_k": 3}, [0, 1, 4]), ({"top_p": 0.6}, [0, 1]), ({"top_p": 0.01}, [0])]
+    for how, kept in [
+        *cases,
+        ({"top_k": 3, "top_p": 0.6}, [0, 1]),
+        ({"top_k": 3, "top_p": 0.5}, [0]),
+        ({"top_k": 9, "top_p": 1.0}, cases[0][1]),
+    ]:
         sampling = Sampling(1.0, **how)
         want = torch.zeros(5).index_copy_(0, tensor(kept), full[kept])
         want /= want.sum()
         torch.testing.assert_close(sampling.probabilities(logits), want)
         drawn = sampling(logits.expand(40_000, 5), torch.Generator().manual_seed(7))
         torch.testing.assert_close(drawn.bincount(minlength=5) / 40_000, want, atol=0.01, rtol=0)
-    assert Sampling(0.5).probabilities(logits).equal((logits / 0.5).softmax(-1))
+    torch.testing.assert_close(Sampling(0.5).probabilities(logits), (logits / 0.5).softmax(-1))
     assert Sampling(top_k=3)(logits).tolist() == 0, "temperature 0 is greedy"
 
 

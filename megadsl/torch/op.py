@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -41,7 +42,8 @@ class LoadedStep:
         self.limits = Limits(manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"])
         digest = hashlib.sha256(source.encode() + json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.name = f"{manifest['model']}-{digest}-{next(_numbers)}"
-        self._lock = threading.RLock()  # the emulator has no queue
+        # a GPU's queue has a lock, which turn() gives to the user: a second one could be taken in another order
+        self._alone: AbstractContextManager[object] = threading.RLock() if program.device.type == "cpu" else nullcontext()
         # made once: nothing of this may be copied from the host while a graph is captured
         least, most = self._bounds()
         self._inputs = [_Inputs(program.control.words, number, least, most[number]) for number in range(MOST_TOKENS + 1)]
@@ -77,7 +79,7 @@ class LoadedStep:
         # the kernel writes the rows of all tokens that it is compiled for
         logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
         inputs = self._inputs[number]
-        with self._lock, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
+        with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
             inputs.stage(ids, kv_len, positions, ancestors)
             program.launch()
             chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)

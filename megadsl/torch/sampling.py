@@ -14,8 +14,8 @@ SAMPLING = declare("MK488", "{name} is {got}", "give {want}")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. ``temperature`` 0: the greatest logit. ``top_k``: only the k greatest logits (and what equals the last of
-    them). ``top_p``: only the most likely tokens that together reach probability p; at least one. Raises MK488."""
+    """How a token is drawn. ``temperature`` 0: the greatest logit. ``top_k``: only the k greatest logits. ``top_p``: of these only the
+    most likely tokens that together reach probability p; at least one. Raises MK488."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,18 +42,27 @@ class Sampling:
         """Ids int64 (...) for fp32 ``logits`` (..., vocab), drawn with ``generator`` (None: torch's default of the device)."""
         if self.greedy:
             return logits.argmax(-1)
-        kept = self.probabilities(logits)
+        shares, ids = self._candidates(logits)
         # argmax of p / Exp(1) is a draw from p; torch.multinomial would ask the GPU whether p is valid
-        return (kept / torch.empty_like(kept).exponential_(generator=generator)).argmax(-1)
+        drawn = (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1, keepdim=True)
+        return (drawn if ids is None else ids.gather(-1, drawn)).squeeze(-1)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """What :meth:`__call__` draws from: fp32 of the shape of ``logits``, zero where a token is left out. ``temperature`` is not 0."""
-        scaled = logits / self.temperature
+        shares, ids = self._candidates(logits)
+        shares = shares / shares.sum(-1, keepdim=True)
+        return shares if ids is None else torch.zeros_like(logits).scatter(-1, ids, shares)
+
+    def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tokens that may be drawn (None: all, in order) and their shares, which need not add up to 1. Only what top_k leaves is
+        sorted, a vocabulary only where there is no top_k."""
+        scaled, ids = logits / self.temperature, None
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = scaled.topk(self.top_k, -1).values[..., -1:]
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+            scaled, ids = scaled.topk(self.top_k, -1)
+        elif self.top_p is not None and self.top_p < 1:
+            scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        shares = scaled.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # so the first is always kept
-            scaled = scaled.masked_fill((before >= self.top_p).scatter(-1, order, before >= self.top_p), -torch.inf)
-        return scaled.softmax(-1)
+            before = shares.cumsum(-1) - shares  # so the first is always kept
+            shares = shares.masked_fill(before >= self.top_p, 0)
+        return shares, ids
