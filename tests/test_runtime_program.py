@@ -90,6 +90,26 @@ def test_a_hang_among_queued_replays(generator: Generator) -> None:
     assert generator.program.check()[STEPS] == 1
 
 
+def test_a_launch_in_other_memory(device: str) -> None:
+    program = program_on(device)
+    own, other = program.buffers["logits"], torch.zeros_like(program.buffers["logits"])
+    program.control.set_inputs(0, [7], [0], [1])
+
+    def fail() -> None:
+        with program.using(logits=other):
+            program.launch()
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    program.check()
+    assert int(other.view(torch.float32)[: probe.VOCAB].argmax()) == probe.continuation([7], 1)[0] and not own.any()
+    assert program.buffers["logits"] is own
+    program.launch()
+    program.check()
+    assert own.equal(other)
+
+
 def test_capture_and_reset(device: str) -> None:
     program = program_on(device)
     program.control.set_inputs(0, [7], [0], [1], flags=1)

@@ -115,6 +115,10 @@ class CudaKernel:
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise error(CALL_FAILED, call="cuLaunchKernelEx", name=status.name, text=driver.cuGetErrorString(status)[1].decode())
 
+    def point(self, buffer: int, pointer: int) -> None:
+        """The next launches find buffer number ``buffer`` at ``pointer``; those that were made or captured before keep theirs."""
+        self._buffers[buffer] = pointer
+
     def admit(self, stream: int) -> None:
         """Raise MK444 unless the SMs that the raw stream handle may use hold the grid: a green context has only some."""
         green = call("cuStreamGetGreenCtx", driver.CUstream(stream))

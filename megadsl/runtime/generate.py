@@ -103,8 +103,8 @@ class Generator:
         **options: Any,
     ) -> None:
         self.manifest = compiled.manifest
-        source = _source(self.manifest["model"], weights)
-        _check_rope(self.manifest, source)
+        source = weight_source(self.manifest["model"], weights)
+        check_rope(self.manifest, source)
         self._file = source.file if isinstance(source, GgufSource) else None
         self.tokenizer = _tokenizer(source)
         where = str(resolve_device(device, self.manifest["arch"]))
@@ -289,7 +289,8 @@ class _Text:
         return self._tokenizer.decode(self.ids) if self._tokenizer else ""
 
 
-def _source(model: str, weights: Path | WeightSource | None) -> WeightSource:
+def weight_source(model: str, weights: Path | WeightSource | None) -> WeightSource:
+    """Where a model's weights come from: ``weights`` as they were given, None for the demo's. MK459 when there are none."""
     if isinstance(weights, WeightSource):
         return weights
     if weights is None and model != _DEMO_MODEL:
@@ -307,7 +308,7 @@ def _tokenizer(source: WeightSource) -> Tokenizer | None:
             return None
 
 
-def _check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
+def check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
     """A wrong rotation changes few tokens of a short text, so it is refused here, not left to be noticed."""
     if manifest["rope"] is None or not isinstance(source, GgufSource | SafetensorsSource):
         return

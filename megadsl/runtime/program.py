@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Snapshot:
             self._copy = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
             self._copy.copy_(control, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(control.device))  # the current device may be another
         else:
             self._copy = control.clone()
 
@@ -82,7 +82,7 @@ class Program:
 
     Launches and all else that methods of a program and its ``control`` enqueue run one after the other in the order of the
     calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
-    a graph of his own that he captured launches into) is his to order.
+    a graph of his own that he captured launches into) is his to order: :meth:`using` makes it a turn.
 
     ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
     ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself, ``kernel`` what
@@ -166,6 +166,26 @@ class Program:
             run()
         return Replay(graph.replay, self._turn)
 
+    @contextmanager
+    def using(self, **tensors: torch.Tensor) -> Iterator[None]:
+        """For a ``with`` around :meth:`launch`: the launch works in these tensors in place of the buffers of those names, each of as many
+        bytes on the same device. All that is enqueued inside is one turn of the queue, also without any tensor.
+
+        A launch that is captured keeps the addresses; whoever replays it keeps the memory.
+        """
+        with self._turn():
+            own = dict(self.buffers)
+            self._point(tensors)
+            try:
+                yield
+            finally:
+                self._point({name: own[name] for name in tensors})
+
+    def share_cache(self, arena: torch.Tensor) -> None:
+        """From now on ``buffers["kv"]`` is the KV arena of another program with the same layout; this one's own is let go of."""
+        self._point({"kv": arena})
+        self.kv = KvCache(self.manifest, arena)
+
     def snapshot(self) -> Snapshot:
         """A copy of the control block after the launches so far, without waiting for them."""
         with self._turn():
@@ -208,6 +228,12 @@ class Program:
             table = rope_table(rope_of(rope), self.manifest["max_kv"])
             buffers["rope"].view(torch.float32).copy_(table.flatten())
         return {name: buffers[name] for name in BUFFERS}
+
+    def _point(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.buffers.update(tensors)
+        if self.kernel is not None:
+            for name, tensor in tensors.items():
+                self.kernel.point(BUFFERS.index(name), tensor.data_ptr() if tensor.numel() else 0)
 
     def _fill_exchange(self) -> None:
         exchange = self.buffers["exchange"].zero_()

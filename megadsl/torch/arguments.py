@@ -1,0 +1,192 @@
+"""What a step may be given, and what is said where it is given something else: at the user's line, all findings at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose, error
+from megadsl.runtime.generate import ANCESTORS, ID_RANGE, KV_FULL, POSITION_RANGE, TOKEN_COUNT
+from megadsl.source import UNKNOWN, Span, is_ours, place
+
+NO_TENSOR = declare(
+    "MK480",
+    "{name} is no tensor but of type {got}",
+    "give a torch tensor on {device}, or anything that has __dlpack__; a number as torch.tensor([number], device={device!r}), made once",
+)
+DLPACK = declare(
+    "MK481",
+    "{name} cannot be taken over through DLPack: {why}",
+    "copy it into a type and an order that DLPack knows, or give a torch tensor",
+)
+WRONG_DEVICE = declare(
+    "MK482",
+    "{name} lies on {got}, the step runs on {want}",
+    "move it with {name}.to({want!r}); weights and cache of a DecodeStep stay where it was made",
+)
+WRONG_DTYPE = declare("MK483", "{name} has dtype {got}, the step takes {want}", "give {mend}")
+WRONG_SHAPE = declare("MK484", "{name} has shape {got}, the step takes {want}", "give {mend}")
+LAYOUT = declare(
+    "MK485",
+    "{name} is not contiguous memory that begins at a multiple of {align} bytes",
+    "give a tensor of its own, as DecodeStep.new_cache() makes it; the kernel works in it and cannot copy it",
+)
+NO_MEMORY = declare("MK486", "the memory of {name} has been freed", "keep {name} as it is for as long as the step is used")
+
+ALIGN = 16  # bytes of what bulk copies and vector accesses move
+_INTEGERS = (torch.int64, torch.int32)
+_GENERATED = "<eval_with_key>"  # code that torch.fx makes
+
+
+@runtime_checkable
+class SupportsDLPack(Protocol):
+    """A tensor of any library that can hand its memory on."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a compiled step takes: at most ``tokens`` new ones, ids below ``vocab``, ``max_kv`` rows, arenas of so many bytes."""
+
+    tokens: int
+    vocab: int
+    max_kv: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+def tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
+    """``value`` as a torch tensor over the same memory. Raises MK480 for what is none, MK481 where its library refuses."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, SupportsDLPack):
+        raise error(NO_TENSOR, users_call(), name=name, got=type(value).__name__, device=str(device))
+    try:
+        taken: torch.Tensor = from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as reason:
+        raise error(DLPACK, users_call(), name=name, why=str(reason)) from reason
+    return taken
+
+
+def check_kinds(
+    limits: Limits, device: torch.device, inputs: Mapping[str, torch.Tensor | None], arenas: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise what is wrong with devices, dtypes and shapes: MK453, MK482 to MK485. Reads no values, so that fake tensors will do.
+
+    ``inputs``: ids (n,), kv_len () or (1,), positions and ancestors (n,) or None; ``arenas``: weights and cache.
+    """
+    found: list[Diagnostic] = []
+    ids = inputs["ids"]
+    assert ids is not None
+    for name, tensor in inputs.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            found.append(diagnose(WRONG_DEVICE, name=name, got=tensor.device, want=str(device)))
+        if tensor.dtype not in _INTEGERS:
+            found.append(diagnose(WRONG_DTYPE, name=name, got=tensor.dtype, want="int64 or int32", mend=f"{name}.to(torch.int64)"))
+        right = tensor.ndim == 1 if name == "ids" else _fits(name, tensor, ids)
+        if not right:
+            found.append(_wrong_shape(name, tensor, ids))
+    if ids.ndim == 1 and not 1 <= ids.shape[0] <= limits.tokens:
+        found.append(diagnose(TOKEN_COUNT, count=ids.shape[0], tokens=limits.tokens))
+    for (name, arena), size in zip(arenas.items(), (limits.weight_bytes, limits.cache_bytes), strict=True):
+        found += _arena(name, arena, size, device)
+    _raise(found)
+
+
+def _fits(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> bool:
+    if name == "kv_len":
+        return tensor.ndim == 0 or (tensor.ndim == 1 and tensor.shape[0] == 1)
+    return tensor.shape == ids.shape
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> Diagnostic:
+    want, mend = {
+        "ids": ("(n,)", "the new ids of one text: a step has no batch dimension"),
+        "kv_len": ("() or (1,)", "one number: the rows of the cache that count"),
+    }.get(name, (f"({ids.numel()},)", "one entry per new token"))
+    return diagnose(WRONG_SHAPE, name=name, got=tuple(tensor.shape), want=want, mend=mend)
+
+
+def _arena(name: str, arena: torch.Tensor, size: int, device: torch.device) -> list[Diagnostic]:
+    found: list[Diagnostic] = []
+    mend = "what new_cache() of the step makes" if name == "cache" else f"the step's own {name}"
+    if arena.device != device:
+        found.append(diagnose(WRONG_DEVICE, name=name, got=arena.device, want=str(device)))
+    if arena.dtype != torch.uint8:
+        found.append(diagnose(WRONG_DTYPE, name=name, got=arena.dtype, want="uint8", mend=mend))
+    if tuple(arena.shape) != (size,):
+        found.append(diagnose(WRONG_SHAPE, name=name, got=tuple(arena.shape), want=f"({size},)", mend=mend))
+    elif not arena.is_contiguous():
+        found.append(diagnose(LAYOUT, name=name, align=ALIGN))
+    return found
+
+
+def check_memory(arenas: Mapping[str, torch.Tensor]) -> None:
+    """Raise MK485 for an arena that begins at an odd address, MK486 for one whose storage is gone."""
+    found: list[Diagnostic] = []
+    for name, arena in arenas.items():
+        if arena.numel() and arena.untyped_storage().nbytes() < arena.numel():
+            found.append(diagnose(NO_MEMORY, name=name))
+        elif arena.data_ptr() % ALIGN:
+            found.append(diagnose(LAYOUT, name=name, align=ALIGN))
+    _raise(found)
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raise MK451 for each id that is outside the vocabulary."""
+    last = vocab - 1
+    wrong = [(index, token) for index, token in enumerate(ids) if not 0 <= token <= last]
+    _raise([diagnose(ID_RANGE, token=token, index=index, last=last, vocab=vocab) for index, token in wrong])
+
+
+def check_room(used: int, rows: int, max_kv: int) -> None:
+    """Raise MK450 unless ``rows`` more rows fit a cache of which ``used`` are used."""
+    if not 0 <= used <= max_kv - rows:
+        _raise([diagnose(KV_FULL, max_kv=max_kv, used=used, more=rows, room=max(0, min(max_kv, max_kv - used)))])
+
+
+def check_values(
+    limits: Limits, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None
+) -> None:
+    """Raise what is wrong with values in host memory: MK450, MK451, MK454, MK455."""
+    count = ids.shape[0]
+    check_ids(ids.tolist(), limits.vocab)
+    check_room(int(kv_len), count, limits.max_kv)
+    found: list[Diagnostic] = []
+    for index, position in enumerate([] if positions is None else positions.tolist()):
+        if not 0 <= position < limits.max_kv:
+            found.append(diagnose(POSITION_RANGE, position=position, index=index, last=limits.max_kv - 1))
+    for index, mask in enumerate([] if ancestors is None else ancestors.tolist()):
+        if not mask >> index & 1 or not 0 <= mask < 1 << count:
+            found.append(diagnose(ANCESTORS, mask=mask, index=index, count=count, own=1 << index))
+    _raise(found)
+
+
+def _raise(found: Sequence[Diagnostic]) -> None:
+    if found:
+        span = users_call()
+        raise MegadslError([Diagnostic(d.code, d.message, d.mend, span, d.detail, d.severity) for d in found])
+
+
+def users_call() -> Span:
+    """The innermost call that is neither in megadsl nor in torch, nor in code that torch generates."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        file = frame.f_code.co_filename
+        if not is_ours(file) and package not in ("torch", "megadsl") and not file.startswith(_GENERATED):
+            return place(frame.f_code, frame.f_lasti, frame.f_lineno)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return UNKNOWN

@@ -1,0 +1,178 @@
+"""``megadsl::decode_step``, one launch as an operator of torch: for eager code, torch.compile, and CUDA graphs of the user."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+
+from megadsl.diagnostics import MegadslError, declare, error
+from megadsl.runtime.control import ANCESTORS, FLAGS, KV_LEN, MOST_TOKENS, N_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
+from megadsl.runtime.program import Program
+from megadsl.torch.arguments import Limits, check_kinds, check_memory, check_values, users_call
+
+NO_STEP = declare(
+    "MK487",
+    "the step of {model} has been freed",
+    "keep its DecodeStep for as long as graphs, compiled functions or programs of yours call it",
+)
+
+_WORDS = (KV_LEN, NEXT_IDS)  # the inputs of a launch lie within [first, second)
+_ANY = (-(1 << 31), (1 << 31) - 1)
+
+_loaded: WeakValueDictionary[str, LoadedStep] = WeakValueDictionary()
+_numbers = count()
+
+
+class LoadedStep:
+    """A program that the operator launches. ``name`` is what the operator is told: it depends on the kernel's text and on how many steps
+    the process has made before, so that what torch caches across processes is never taken for another kernel's.
+
+    It is found by ``name`` for as long as somebody holds it.
+    """
+
+    def __init__(self, program: Program, chooses: bool, source: str) -> None:
+        manifest, sizes = program.manifest, program.manifest["buffers"]
+        self.program, self.chooses = program, chooses
+        self.limits = Limits(manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"])
+        digest = hashlib.sha256(source.encode() + json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        self.name = f"{manifest['model']}-{digest}-{next(_numbers)}"
+        # a GPU's queue has a lock, which turn() gives to the user: a second one could be taken in another order
+        self._alone: AbstractContextManager[object] = threading.RLock() if program.device.type == "cpu" else nullcontext()
+        # made once: nothing of this may be copied from the host while a graph is captured
+        least, most = self._bounds()
+        self._inputs = [_Inputs(program.control.words, number, least, most[number]) for number in range(MOST_TOKENS + 1)]
+        _loaded[self.name] = self
+
+    def check(
+        self,
+        ids: torch.Tensor,
+        kv_len: torch.Tensor,
+        positions: torch.Tensor | None,
+        ancestors: torch.Tensor | None,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> None:
+        """Raise what can be said without reading values."""
+        inputs = {"ids": ids, "kv_len": kv_len, "positions": positions, "ancestors": ancestors}
+        check_kinds(self.limits, self.program.device, inputs, {"weights": weights, "cache": cache})
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        kv_len: torch.Tensor,
+        positions: torch.Tensor | None,
+        ancestors: torch.Tensor | None,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue a launch and what brings its inputs, on torch's current stream, without waiting for the host."""
+        program, number = self.program, ids.shape[0]
+        check_memory({"weights": weights, "cache": cache})
+        if program.device.type == "cpu":
+            check_values(self.limits, ids, kv_len, positions, ancestors)
+        # the kernel writes the rows of all tokens that it is compiled for
+        logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
+        inputs = self._inputs[number]
+        with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
+            inputs.stage(ids, kv_len, positions, ancestors)
+            program.launch()
+            chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)
+        return logits[:number], chosen
+
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least values of the words, and the greatest ones for each number of new tokens."""
+        first, end = _WORDS
+        least = torch.full((end - first,), _ANY[0], dtype=torch.int32)
+        most = torch.full((MOST_TOKENS + 1, end - first), _ANY[1], dtype=torch.int32)
+        for word, room, last in ((TOKEN_IDS, MOST_TOKENS, self.limits.vocab - 1), (POSITIONS, MOST_TOKENS, self.limits.max_kv - 1)):
+            least[word - first : word - first + room] = 0
+            most[:, word - first : word - first + room] = last
+        least[KV_LEN - first] = 0
+        most[:, KV_LEN - first] = (self.limits.max_kv - torch.arange(MOST_TOKENS + 1)).clamp(min=0)
+        return least.to(self.program.device), most.to(self.program.device)
+
+
+class _Inputs:
+    """Where ``number`` new tokens lie in the control block's ``words``; ``least`` and ``most`` bound the words that are inputs."""
+
+    def __init__(self, words: torch.Tensor, number: int, least: torch.Tensor, most: torch.Tensor) -> None:
+        def of(first: int) -> torch.Tensor:
+            return words[first : first + number]
+
+        self.chosen = of(NEXT_IDS)
+        self._all, self._least, self._most = words[slice(*_WORDS)], least, most
+        self._rows, self._positions = words[KV_LEN : KV_LEN + 1], of(POSITIONS)
+        self._into = [self._rows, words[N_TOKENS : FLAGS + 1], of(TOKEN_IDS), of(ANCESTORS), self._positions]
+        self._counts = torch.tensor([number, 0], device=words.device)
+        self._chain = torch.tensor([(2 << i) - 1 for i in range(number)], device=words.device)
+        self._ahead = torch.arange(number, dtype=torch.int32, device=words.device)
+
+    def stage(self, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None) -> None:
+        """The inputs into the control block, in two or three small kernels. Values on a GPU cannot be refused without waiting for it, so
+        they are kept within what the kernel can address."""
+        given = [kv_len.reshape(1), self._counts, ids, self._chain if ancestors is None else ancestors]
+        if positions is not None:
+            given.append(positions)
+        torch._foreach_copy_(self._into[: len(given)], given)
+        torch.clamp(self._all, self._least, self._most, out=self._all)
+        if positions is None:
+            torch.add(self._rows, self._ahead, out=self._positions)
+
+
+@torch.library.custom_op(
+    "megadsl::decode_step",
+    mutates_args=("cache",),
+    schema="(Tensor ids, Tensor kv_len, Tensor? positions, Tensor? ancestors, Tensor weights, Tensor(a!) cache, str step)"
+    " -> (Tensor, Tensor)",
+)
+def decode_step(
+    ids: torch.Tensor,
+    kv_len: torch.Tensor,
+    positions: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    step: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch of the step named ``step``: logits fp32 (n, vocab), and the chosen ids int64 (n,), or (0,) where the kernel chooses none.
+
+    As DecodeStep.forward, which is what to call; the arenas ``weights`` and ``cache`` are uint8. Raises MK450 to MK455, MK482 to MK487.
+    """
+    loaded = _find(step)
+    loaded.check(ids, kv_len, positions, ancestors, weights, cache)
+    return loaded.run(ids, kv_len, positions, ancestors, weights, cache)
+
+
+@decode_step.register_fake
+def _decode_step_fake(
+    ids: torch.Tensor,
+    kv_len: torch.Tensor,
+    positions: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    step: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    loaded = _find(step)
+    loaded.check(ids, kv_len, positions, ancestors, weights, cache)
+    number = ids.shape[0]
+    logits = ids.new_empty((number, loaded.limits.vocab), dtype=torch.float32)
+    return logits, ids.new_empty((number if loaded.chooses else 0,), dtype=torch.int64)
+
+
+def _find(step: str) -> LoadedStep:
+    loaded = _loaded.get(step)
+    if loaded is None:
+        raise gone(step)
+    return loaded
+
+
+def gone(step: str) -> MegadslError:
+    """MK487 for the step of that name."""
+    return error(NO_STEP, users_call(), model=step.rsplit("-", 2)[0])
