@@ -69,7 +69,8 @@ def compile_model(
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this model,
-    arch and tokens if there is one and neither blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
+    arch and tokens if there is one and neither blocks nor on is given, else the spec's own; "model", the spec's own; "none".
+    Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = _load(model, config, max_kv)

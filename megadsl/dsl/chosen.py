@@ -43,8 +43,8 @@ def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: i
 
     ``asked``: a schedule file, its path, Overrides, or a word: "default" (as None: the stored schedule where there is one, else the
     spec's own), "model" (the spec's own), "none" (no decision). ``whole``: the kernel gets the whole machine, as many blocks as the
-    schedule likes; stored schedules, which were measured so, are used only then. MK268 for another arch, a warning MK269 for another model or other
-    tokens; and what reading the file finds.
+    schedule likes; stored schedules, which were measured so, are used only then. MK268 for another arch, a warning MK269 for another
+    model or other tokens; and what reading the file finds.
     """
     if asked is None or asked == DEFAULT:
         path = None if model is None or not whole else stored(model, arch, tokens)
