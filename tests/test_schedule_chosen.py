@@ -165,6 +165,8 @@ def test_no_difference() -> None:
     decisions, derived, plan = difference(a, b)
     assert decisions[1] == [["op o_proj: hint", "evict_first", "-"]]
     assert derived[1] == [["kernel code", "the same", "the same"]] and plan[1] == []
+    gated = {line[0]: line[1:] for line in difference(made("op o_proj: smem = none"), b)[1][1]}
+    assert gated["op o_proj: smem"] == ["none", "ring"]
     more = dict(line[:2] for line in difference(made("op down_proj: columns = 8"), b)[1][1])
     assert more["hops per layer"] == "7" and more["exchange down_proj.parts"]
 

@@ -38,16 +38,16 @@ class Chosen:
         return {"from": self.origin, "name": self.name, "sha256": self.digest}
 
 
-def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int, *, whole: bool = True) -> Chosen:
+def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int, *, as_measured: bool) -> Chosen:
     """The decisions for ``model`` (its registered name, or what a file may call it; None for a bare kernel).
 
     ``asked``: a schedule file, its path, Overrides, or a word: "default" (as None: the stored schedule where there is one, else the
-    spec's own), "model" (the spec's own), "none" (no decision). ``whole``: the kernel gets the whole machine, as many blocks as the
-    schedule likes; stored schedules, which were measured so, are used only then. MK268 for another arch, a warning MK269 for another
+    spec's own), "model" (the spec's own), "none" (no decision). ``as_measured``: a registered model, as it is, on the
+    whole machine; stored schedules are used only then. MK268 for another arch, a warning MK269 for another
     model or other tokens; and what reading the file finds.
     """
     if asked is None or asked == DEFAULT:
-        path = None if model is None or not whole else stored(model, arch, tokens)
+        path = None if model is None or not as_measured else stored(model, arch, tokens)
         return _own(kernel, arch) if path is None else _from_file(load(path), model, arch, tokens)
     if asked == OWN:
         return _own(kernel, arch)
