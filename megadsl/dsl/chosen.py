@@ -38,7 +38,7 @@ class Chosen:
         return {"from": self.origin, "name": self.name, "sha256": self.digest}
 
 
-def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int, *, as_measured: bool) -> Chosen:
+def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int, *, as_measured: bool = True) -> Chosen:
     """The decisions for ``model`` (its registered name, or what a file may call it; None for a bare kernel).
 
     ``asked``: a schedule file, its path, Overrides, or a word: "default" (as None: the stored schedule where there is one, else the
