@@ -45,7 +45,7 @@ DOORS = {
     "torch": {"reference", "runtime", "torch"},
     "jinja2": {"emit"},
     "cuda": {"build", "runtime"},
-    "lark": {"expr"},
+    "lark": {"expr", "dsl"},
     "networkx": {"check", "lower"},
     "typer": {"cli"},
     "rich": {"cli", "runtime"},

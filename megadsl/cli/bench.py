@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, blocks_on, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -42,6 +42,7 @@ def command(
     config: Config = None,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
 ) -> None:
     """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
 
@@ -58,8 +59,8 @@ def command(
     rows: list[Row] = []
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
-        own = blocks_on(chosen, blocks)
-        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "tokens": count, "max_kv": room, "blocks": own}
+        own = {"tokens": count, "max_kv": room, "blocks": blocks_on(chosen, blocks)}
+        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "schedule": schedule, **own}
         apart = _apart(model, shared) if beside and baseline is not Baseline.NONE else None
         return Subject(compile_model(model, **shared), chosen.value, options, apart, steps if beside else 1)
 
