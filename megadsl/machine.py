@@ -36,7 +36,10 @@ class Machine:
 
 
 _HOPPER = frozenset(
-    {"bulk_copy", "mbarrier", "cluster", "st_async", "mma_bf16", "relaxed_b128", "l2_bulk_prefetch", "cache_hint", "dependent_launch"}
+    {
+        *("bulk_copy", "mbarrier", "cluster", "st_async", "mma_bf16", "relaxed_b128", "l2_bulk_prefetch", "cache_hint"),
+        *("dependent_launch", "setmaxnreg"),
+    }
 )
 
 # Figures: CUDA programming guide (limits) and docs/performance.md (bandwidth, hot code: measured on an H200).

@@ -1,8 +1,8 @@
 // decode_step: one decode step, 1 new token at most, sm_90a.
 // Written by megadsl from llama.py:10; edit the spec or the schedule, not this file.
 //
-// loader       warps 0 to 0 of every block (loader)
-// consumer     warps 1 to 8 of every block (consumer)
+// loader       warps 8 to 8 of every block (loader)
+// consumer     warps 0 to 7 of every block (consumer)
 // Model shapes, the number of blocks and all offsets are data (Shape); only tile, stage and fragment sizes are compiled in.
 #include "megadsl/kernel.h"
 
@@ -13,8 +13,8 @@ using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 1;
 constexpr u32 kBatch = 6;  // row groups whose partial sums meet at once
-constexpr u32 kThreads = 288;
-using Block = mk::Block<kTokens, 8, 1>;
+constexpr u32 kThreads = 384;
+using Block = mk::Block<kTokens, 8, 0>;
 using LoaderRing = mk::Ring<7, 28672>;  // weights
 using QkvProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
 using OProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
@@ -58,7 +58,7 @@ namespace {
 // role: loader
 // One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
 MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
-  mk::trace_enter(cx, buffers.trace, {0, 2, 0}, u32(s.step.records));
+  mk::trace_enter(cx, buffers.trace, {0, 2, 8}, u32(s.step.records));
   mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step, u32(s.step.layers) + 1);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
@@ -112,7 +112,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 // role: consumer
 // All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, mk::Step step, const LoaderRing& ring_loader) {
-  mk::trace_enter(cx, buffers.trace, {1, 2, 1}, u32(s.step.records));
+  mk::trace_enter(cx, buffers.trace, {1, 2, 0}, u32(s.step.records));
   Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
@@ -352,11 +352,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   mk::ptx::syncthreads();
   const u32 warp = mk::ptx::warp_id();
-  if (warp < 1) {
-    if (mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
-  }
-  else if (warp < 9) {
+  if (warp < 8) {
+    mk::ptx::take_registers<184>();
     role_consumer(cx, buffers, s, step, ring_loader);
+  } else {
+    mk::ptx::give_registers<136>();
+    if (warp == 8 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
   }
 }
 

@@ -214,6 +214,8 @@ class Tunables:
     batch: int
     consumer_warps: int
     threads: int
+    consumer_registers: int  # of a thread, once registers have moved from the loaders to the consumers; 0: all keep what the launch gives
+    loader_registers: int
     head_dim: int
     rope_dim: int
 

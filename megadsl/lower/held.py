@@ -15,23 +15,23 @@ from megadsl.lower.gathers import in_registers, is_direct, is_wide, tiles_togeth
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.programs import query_tiles
-from megadsl.lower.schedule import MIN_REGISTERS, WARP_THREADS
 from megadsl.lower.shape import CHUNK_ROWS
+from megadsl.lower.threads import WARP_THREADS, threads
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
 
 NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
 
-KERNEL_REGISTERS = 160  # leaves 64 where nvcc 13.0 then gives llama-3.2-1b 158 at 1 and 5 tokens, 168 at 16, and spills nothing
-DIRECT_REGISTERS = 128  # the same for ops whose input of few tokens arrives in registers
-WIDE_REGISTERS = 160  # of more tokens: beside the input itself, and what of it is under way (nvcc 13.0 gives 9 warps 168 in all)
+KERNEL_REGISTERS = 120  # what nvcc 13.0 gives llama-3.2-1b at 1 and 5 tokens beside held tiles, and spills nothing
+DIRECT_REGISTERS = 88  # the same for ops whose input of few tokens arrives in registers
+WIDE_REGISTERS = 120  # of more tokens: beside the input itself, and what of it is under way
+LEAST_REGISTERS = 88  # no kernel makes do with fewer
 WIDE_LEAST = 64  # nothing is multiplied with less beside it
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
 CHUNK_REGISTERS = 32  # beside the attention's own; nvcc 13.0 spills where it is 64
 REGISTER_BYTES = 4
-REGISTER_UNIT = 8  # registers are given to a thread in eights
 
 
 def hold_tiles(graph: Graph, schedule: Schedule, machine: Machine, overrides: Overrides | None = None) -> Schedule:
@@ -67,9 +67,7 @@ def _frees_stages(op: Attention, tokens: int, schedule: Schedule) -> bool:
 
 def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:
     """Registers that a thread has beyond ``needed``."""
-    threads = sum(r.warps for r in schedule.roles) * WARP_THREADS
-    most = machine.registers_per_sm // (threads * schedule.resident) // REGISTER_UNIT * REGISTER_UNIT
-    return min(machine.registers_per_thread, most) - needed
+    return threads(schedule, machine).registers - needed
 
 
 def _input(graph: Graph, schedule: Schedule, op: Linear) -> int:
@@ -135,14 +133,14 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
         found.add(NOT_HELD, span, op=op.name, tiles=tiles, why=why, how=how)
 
     if isinstance(op, Attention):
-        if tiles > 1 or chunk_registers(op) > _spare(schedule, machine, MIN_REGISTERS):
+        if tiles > 1 or chunk_registers(op) > _spare(schedule, machine, LEAST_REGISTERS):
             refuse(f"each warp holds one chunk at most, in {chunk_registers(op)} registers of a thread", "use registers=1 or registers=0")
         return
     if not isinstance(op, Linear):
         refuse("it streams no weights of its own", "hold tiles of the linears")
         return
     pieces, chunk = tiling(op).pieces, chunk_pieces(op, graph, schedule)
-    most = _most(graph, schedule, op, _spare(schedule, machine, max(MIN_REGISTERS, WIDE_LEAST + _input(graph, schedule, op))))
+    most = _most(graph, schedule, op, _spare(schedule, machine, max(LEAST_REGISTERS, WIDE_LEAST + _input(graph, schedule, op))))
     if schedule.op(op.name).ways > 1:
         refuse("its columns are split", "use registers=0, or .columns(ways=1)")
     elif chunk != pieces:

@@ -27,6 +27,7 @@ from megadsl.lower.packing import Packed, plan_packing
 from megadsl.lower.programs import build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
+from megadsl.lower.threads import threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
@@ -119,7 +120,7 @@ def _plan(state: Lowering) -> None:
     graph, schedule = state.graph, state.schedule
     attentions = [op for op in graph.ops if isinstance(op, Attention)]
     ropes = [op.rope.head_dim for op in attentions if op.rope is not None]
-    warps = sum(r.warps for r in schedule.roles)
+    block = threads(schedule, state.machine)
     state.plan = Plan(
         graph=graph,
         schedule=schedule,
@@ -127,7 +128,9 @@ def _plan(state: Lowering) -> None:
             tokens=graph.tokens,
             batch=schedule.batch,
             consumer_warps=schedule.consumer.warps,
-            threads=warps * WARP_THREADS,
+            threads=block.count,
+            consumer_registers=block.consumer,
+            loader_registers=block.loader,
             head_dim=max((op.head_dim for op in attentions), default=0),
             rope_dim=max(ropes, default=0),
         ),

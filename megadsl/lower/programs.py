@@ -21,12 +21,13 @@ from megadsl.types import Level, ceil_div
 
 
 def build_programs(builder: Builder) -> tuple[Program, ...]:
-    """One program per role; loaders come first, as their warps do."""
+    """One program per role, loaders' first; their warps come behind the consumers', which are whole warpgroups then (lower/threads.py)."""
     programs: list[Program] = []
-    warp = 0
+    warp = builder.schedule.consumer.warps
     for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
         phases = _load_phases if role.kind == "loader" else _consume_phases
-        programs.append(Program(role.name, role.kind, warp, role.warps, _in_loops(builder, phases, role.name)))
+        first = warp if role.kind == "loader" else 0
+        programs.append(Program(role.name, role.kind, first, role.warps, _in_loops(builder, phases, role.name)))
         warp += role.warps
     return tuple(programs)
 

@@ -308,8 +308,8 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
     for (u32 first = 0;;) {
 #pragma unroll
       for (u32 c = 0; c < kAtOnce; ++c) {
-        const float weight = ptx::exp2_approx(ptx::bits_float(scale[c].x) - top);
-        if (first + c >= classes) continue;
+        // No branch: it would put one class's exponential behind another's.
+        const float weight = ptx::exp2_approx((first + c < classes ? ptx::bits_float(scale[c].x) : kNoMaximum) - top);
         sum += weight * ptx::bits_float(scale[c].y);
         v[0] += weight * ptx::bits_float(x[c].x), v[1] += weight * ptx::bits_float(x[c].y);
         v[2] += weight * ptx::bits_float(x[c].z), v[3] += weight * ptx::bits_float(x[c].w);

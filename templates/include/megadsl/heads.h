@@ -28,11 +28,9 @@ struct LaneQueries {
       for (u32 i = 0; i < kPolls; ++i)
         if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + (i < T::kPanels ? first + i * 4 : own));
 #pragma unroll
-      for (u32 i = 0; i < kPolls; ++i) {
-        if (!(pending >> i & 1)) continue;
+      for (u32 i = 0; i < kPolls; ++i)  // what is not wanted is zeros: ready
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
-        else observed = Wire::tag(v[i]);
-      }
+      observed = Wire::tag(v[0]);
       if (ptx::polls_fewer()) pending &= pending - 1;
       return pending == 0;
     });
