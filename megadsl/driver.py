@@ -12,7 +12,7 @@ from megadsl.check import Report, check_plan, without_needless_barriers
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.kernel import Kernel, require_kernel
-from megadsl.dsl.overrides import SetScope
+from megadsl.dsl.overrides import Overrides, SetScope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
@@ -57,6 +57,7 @@ def compile_model(
     between: Callable[[str, Lowering], None] | None = None,
     check: bool = True,
     scope: str | None = None,
+    overrides: Overrides | None = None,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
@@ -64,13 +65,13 @@ def compile_model(
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op". Raises MegadslError.
+    says: "step" or "op". overrides: a schedule in place of the kernel's own. Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
-    name, kernel, values, rows = _load(model, config, max_kv)
+    name, kernel, values, rows = load_model(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    overrides = kernel.overrides_for(target.arch)
+    overrides = kernel.overrides_for(target.arch) if overrides is None else overrides
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
@@ -82,8 +83,10 @@ def compile_model(
     return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), manifest, report)
 
 
-def _load(model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None) -> tuple[str, Kernel, dict[str, Any], int]:
-    """Name, kernel, configuration and rows of the KV cache."""
+def load_model(
+    model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None
+) -> tuple[str, Kernel, dict[str, Any], int]:
+    """Name, kernel, configuration and rows of the KV cache of what :func:`compile_model` takes as a model."""
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv
     if not isinstance(model, str):
         require_kernel(model)

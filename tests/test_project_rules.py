@@ -30,8 +30,8 @@ FLOORS: list[set[str]] = [
     {"build"},
     {"emulate"},
     {"runtime", "trace"},
-    {"tune"},
     {"driver"},
+    {"tune"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,294 @@
+"""Coordinate descent over the knobs of a schedule, in rounds, with restarts, until the time is up.
+
+A round tries the likeliest moves from one base, each by itself, so that their kernels are built side by side while others are measured. The
+moves that won are then taken together if that is faster than the best of them, else one by one. Where no move wins any more, the
+search starts again from a few random moves away and keeps what it finds if it beats the best.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megadsl.diagnostics import declare, error
+from megadsl.tune.bench import FASTER, SAME, SLOWER, SPILLED, Bench, Built, Failed, Times
+from megadsl.tune.decide import LEVEL, Gain, gain
+from megadsl.tune.log import Log, Trial, percentiles
+from megadsl.tune.space import Decision, Move, Point, moves, text_of
+
+START_FAILED = declare("MK494", "the schedule to start from cannot be measured: {outcome}: {text}", "mend that schedule first")
+
+WORSE = 0.01  # what lost by more is not tried again where the effort is small, nor taken for a restart
+AGAIN = 0.1  # of its priority is left to what has lost before: what was never tried comes first
+TRUST = 5.0  # microseconds of predictions after which what was seen of a knob counts as much as the model
+AWAY = 3  # moves of a restart
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Pairs that look whether a candidate may be faster, pairs that prove it (fresh ones: the bound is not bent by the choice), restarts,
+    and whether what has lost is tried again from every new base."""
+
+    screen: int
+    confirm: int
+    restarts: int
+    again: bool
+
+
+EFFORTS = {"quick": Effort(8, 32, 1, False), "full": Effort(12, 80, 1000, True)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``round_size``: candidates that are built ahead; ``budget_s``: seconds after which nothing more is begun."""
+
+    effort: Effort
+    budget_s: float
+    seed: int = 0
+    round_size: int = 8
+    level: float = LEVEL
+
+
+@dataclass(frozen=True)
+class Step:
+    """Decisions that were taken together, and what they gained over what was there before."""
+
+    decisions: tuple[Decision, ...]
+    gain: Gain
+
+    @property
+    def text(self) -> str:
+        return text_of(self.decisions)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``total`` is measured from ``start`` to ``best`` directly; None where there was no time, or nothing was gained."""
+
+    start: Built
+    best: Built
+    steps: tuple[Step, ...]
+    total: Gain | None
+    times: Times | None
+    trials: int
+    outcomes: Mapping[str, int]
+    interrupted: bool
+
+    @property
+    def medians(self) -> list[tuple[float, float]]:
+        """Milliseconds of a step from ``start`` and with ``best``, for each number of cached rows."""
+        pairs = zip(self.times.base, self.times.candidate, strict=True) if self.times is not None else ()
+        return [(statistics.median(base), statistics.median(best)) for base, best in pairs]
+
+
+@dataclass
+class State:
+    """Where a search stands, for who watches it."""
+
+    best: Built
+    steps: list[Step] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    last: Trial | None = None
+    left_s: float = 0.0
+
+    @property
+    def trials(self) -> int:
+        return self.outcomes.total()
+
+    @property
+    def ms_text(self) -> str:
+        """The median times of the best, by the last measurement against it."""
+        return ", ".join(f"{ms:.4f}" for _, ms, _ in self.last.base_ms) + " ms" if self.last and self.last.base_ms else "?"
+
+
+class _TimeIsUp(Exception):
+    pass
+
+
+class Search:
+    """One search from ``Point()``. ``report`` is told after each candidate; ``clock`` gives seconds."""
+
+    def __init__(
+        self, bench: Bench, log: Log, settings: Settings, clock: Callable[[], float], report: Callable[[State], None] = lambda state: None
+    ) -> None:
+        self._bench, self._log, self._settings, self._clock, self._report = bench, log, settings, clock, report
+        self._seen: dict[str, float | None] = {}  # move -> its last gain, none where it failed
+        self._kernels: set[tuple[Point, str]] = set()  # that were measured against a base
+        self._told: dict[str, list[float]] = {}  # knob -> microseconds that were predicted and seen
+
+    def run(self) -> Result:
+        """Search until the budget is used up, nothing is left to try, or Ctrl-C. Raises MK494 where there is nothing to start from."""
+        self._deadline = self._clock() + self._settings.budget_s
+        start = self._bench.built(Point())
+        alone = start if isinstance(start, Failed) else self._bench.compare(start, start, 2, self._settings.seed)
+        if isinstance(start, Failed) or isinstance(alone, Failed):
+            failed = start if isinstance(start, Failed) else alone
+            assert isinstance(failed, Failed)
+            raise error(START_FAILED, outcome=failed.outcome, text=failed.text)
+        self._step_us = 1e3 * sum(row[-1] for row in alone.base) / len(alone.base)
+        self._state = State(start)
+        interrupted, total, times = False, None, None
+        try:
+            self._all()
+        except _TimeIsUp:
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
+        best = self._state.best
+        if best.point != start.point and not interrupted:
+            found = self._bench.compare(start, best, self._settings.effort.confirm, self._settings.seed)
+            if isinstance(found, Times):
+                total, times = gain(found.logs, self._settings.level), found
+        return Result(start, best, tuple(self._state.steps), total, times, self._state.trials, dict(self._state.outcomes), interrupted)
+
+    def _all(self) -> None:
+        self._descend(self._state.best, kept=True)
+        for number in range(self._settings.effort.restarts):
+            away = self._away(random.Random(f"{self._settings.seed} {number}"))
+            if away is None:
+                return
+            found = self._descend(away, kept=False)
+            self._better(found)
+
+    def _better(self, found: Built) -> None:
+        best = self._state.best
+        if found.point == best.point:
+            return
+        trial = self._trial(best, found.point)
+        if trial.outcome == FASTER and trial.gain is not None:
+            was = set(best.point.decisions)
+            self._state.steps.append(Step(tuple(d for d in found.point.decisions if d not in was), trial.gain))
+            self._state.best = found
+
+    def _away(self, chance: random.Random) -> Built | None:
+        """A few moves away from the best: of those that lost little. None where there are none."""
+        best = self._state.best
+        little = [m for m in moves(best.scene) if (self._seen.get(str(m)) or -1.0) > -WORSE]
+        for _ in range(len(little)):
+            chosen = chance.sample(little, min(AWAY, len(little)))
+            found = self._bench.built(best.point.but(d for move in chosen for d in move.decisions))
+            if isinstance(found, Built) and found.key != best.key:
+                return found
+        return None
+
+    def _descend(self, base: Built, *, kept: bool) -> Built:
+        """Follow the moves that win until none does; with ``kept``, each step is one of the result."""
+        agenda = self._agenda(base)
+        while agenda:
+            tried, agenda = agenda[: self._settings.round_size], agenda[self._settings.round_size :]
+            points = [base.point.but(move.decisions) for move in tried]
+            self._bench.build([p for p in points if self._log.find(base.point, p) is None])
+            won: list[tuple[Trial, Move]] = []
+            for move, point in zip(tried, points, strict=True):
+                trial = self._trial(base, point)
+                self._learn(move, trial)
+                if trial.outcome == FASTER:
+                    won.append((trial, move))
+            if won:
+                base = self._take(base, won, kept=kept)
+                agenda = self._agenda(base)
+        return base
+
+    def _agenda(self, base: Built) -> list[Move]:
+        """What to try from ``base``, the likeliest first."""
+        found = [m for m in moves(base.scene) if self._settings.effort.again or not self._hopeless(m)]
+        return sorted(found, key=lambda m: (-self._priority(m), str(m)))
+
+    def _hopeless(self, move: Move) -> bool:
+        seen = self._seen.get(str(move), 0.0)
+        return seen is None or seen < -WORSE
+
+    def _priority(self, move: Move) -> float:
+        """The model's effect, by how right it was about this knob; less for what was tried before."""
+        told, seen = self._told.get(move.knob, (0.0, 0.0))
+        again = AGAIN if str(move) in self._seen else 1.0
+        return move.effect_us * (TRUST + seen) / (TRUST + told) * again
+
+    def _learn(self, move: Move, trial: Trial) -> None:
+        sound = trial.gain is not None and trial.outcome in (FASTER, SLOWER)
+        found = trial.gain.median if sound and trial.gain is not None else None
+        self._seen[str(move)] = 0.0 if trial.outcome == SAME else found
+        if found is not None:
+            totals = self._told.setdefault(move.knob, [0.0, 0.0])
+            totals[0] += move.effect_us
+            totals[1] += max(0.0, found) * self._step_us
+
+    def _take(self, base: Built, won: list[tuple[Trial, Move]], *, kept: bool) -> Built:
+        """The winners together, or as many of them as help each other."""
+        won.sort(key=lambda pair: -(pair[0].gain.median if pair[0].gain else 0.0))
+        (first, move), *others = won
+        current = self._taken(first, move.decisions, kept=kept)
+        decided = {(knob, subject) for knob, subject, _ in move.decisions}
+        rest: list[Move] = []
+        for _, other in others:
+            keys = {(knob, subject) for knob, subject, _ in other.decisions}
+            if not keys & decided:
+                rest.append(other)
+                decided |= keys
+        if not rest:
+            return current
+        together = tuple(d for other in rest for d in other.decisions)
+        singles = [other.decisions for other in rest] if len(rest) > 1 else []
+        self._bench.build([current.point.but(decisions) for decisions in (together, *singles)])
+        trial = self._trial(current, current.point.but(together))
+        if trial.outcome == FASTER:
+            return self._taken(trial, together, kept=kept)
+        for decisions in singles:
+            trial = self._trial(current, current.point.but(decisions))
+            if trial.outcome == FASTER:
+                current = self._taken(trial, decisions, kept=kept)
+        return current
+
+    def _taken(self, trial: Trial, decisions: Sequence[Decision], *, kept: bool) -> Built:
+        built = self._bench.built(trial.point)
+        assert isinstance(built, Built) and trial.gain is not None, "it has been measured"
+        if kept:
+            self._state.steps.append(Step(tuple(decisions), trial.gain))
+            self._state.best = built
+        return built
+
+    def _trial(self, base: Built, point: Point) -> Trial:
+        """What comes of ``point`` against ``base``: from the log, or measured now."""
+        found = self._log.find(base.point, point)
+        if found is None:
+            began = self._clock()
+            if began > self._deadline:
+                raise _TimeIsUp
+            found = replace(self._measured(base, point), seconds=self._clock() - began)
+            self._log.add(found)
+        if found.kernel:
+            self._kernels.add((base.point, found.kernel))
+        self._state.outcomes[found.outcome] += 1
+        self._state.last, self._state.left_s = found, max(0.0, self._deadline - self._clock())
+        self._report(self._state)
+        return found
+
+    def _measured(self, base: Built, point: Point) -> Trial:
+        built = self._bench.built(point)
+        if isinstance(built, Failed):
+            return Trial(base.point, point, built.outcome, built.text, built.code)
+        trial = Trial(base.point, point, SAME, kernel=built.key, registers=built.registers, spill_bytes=built.spill_bytes)
+        if built.key == base.key or (base.point, built.key) in self._kernels:
+            return trial
+        if built.spill_bytes > base.spill_bytes:
+            return replace(trial, outcome=SPILLED)
+        effort, found = self._settings.effort, None
+        for pairs in (effort.screen, effort.confirm):
+            seed = zlib.crc32(f"{self._settings.seed} {base.point} {point} {pairs}".encode())
+            times = self._bench.compare(base, built, pairs, seed)
+            if isinstance(times, Failed):
+                return replace(trial, outcome=times.outcome, text=times.text, code=times.code)
+            found = gain(times.logs, self._settings.level)
+            trial = replace(trial, outcome=SLOWER, gain=found, ms=percentiles(times.candidate), base_ms=percentiles(times.base))
+            if found.median <= 0:
+                return trial
+        if found is None or not found.proved:
+            return trial
+        wrong = self._bench.verify(base, built)
+        if wrong is not None:
+            return replace(trial, outcome=wrong.outcome, text=wrong.text, code=wrong.code)
+        return replace(trial, outcome=FASTER)
