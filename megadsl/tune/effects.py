@@ -1,6 +1,6 @@
-"""What a change of a schedule may be worth, in microseconds of a step: a small cost model that says what to try first.
+"""What a change of a schedule may gain, in microseconds of a step: a small cost model that says what to try first.
 
-It only orders the search: what counts is measured. Figures are of docs/performance.md and, like there, of an H200.
+Negative where the model knows that it costs. It only orders the search: what counts is measured. Figures are of docs/performance.md and, like there, of an H200.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Scene:
 def depth(scene: Scene, before: int, after: int) -> float:
     """A ring of ``after`` bytes in place of ``before``: what it holds is what HBM still does while blocks wait for each other."""
     exposed = [max(0.0, STALL_US - held / scene.bytes_per_us) for held in (before, after)]
-    return abs(exposed[0] - exposed[1]) * scene.hops + TRIFLE_US
+    return (exposed[0] - exposed[1]) * scene.hops + TRIFLE_US
 
 
 def in_flight(scene: Scene, before: int, after: int) -> float:
     """Loads of every hand-off queue behind the window; a window that is too small starves HBM."""
     starved = [max(0, STARVES - window) / STARVES * 0.1 * scene.floor_us for window in (before, after)]
-    return abs(before - after) / KIB * QUEUE_US * scene.hops + abs(starved[0] - starved[1])
+    return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
 
 
 def hand_off(scene: Scene, op: str, before: str, after: str) -> float:
@@ -71,7 +71,7 @@ def hand_off(scene: Scene, op: str, before: str, after: str) -> float:
     ring = scene.schedule.rings[0][1]
     window = (ring.meeting_window or ring.window) / KIB
     takes = {"flag": FENCE_US * window, "tagged": TAG_US, "sentinel": 0.0}
-    return abs(takes[before.partition(":")[0]] - takes[after.partition(":")[0]]) * scene.runs(op) + TRIFLE_US
+    return (takes[before.partition(":")[0]] - takes[after.partition(":")[0]]) * scene.runs(op) + TRIFLE_US
 
 
 def held(scene: Scene, op: str, before: int, after: int) -> float:

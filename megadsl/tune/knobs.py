@@ -43,7 +43,7 @@ HINTS = ("evict_first", "evict_normal", "evict_last")
 @dataclass(frozen=True)
 class Knob:
     """``subjects``: the rings, ops or edges that it is about, or WHOLE. ``now``: what a decided schedule has. ``values``: what may be
-    better than that, likeliest first. ``records``: how it is said to the compiler. ``effect``: what it may be worth, in microseconds.
+    better than that, likeliest first. ``records``: how it is said to the compiler. ``effect``: what it may gain, in microseconds.
     ``rounds``: other bits are to be expected. ``along``: knobs of the same subject that go back to AUTO with it."""
 
     name: str
@@ -189,6 +189,11 @@ def _held_values(scene: Scene, op: str) -> list[Value]:
     return [AUTO, *near(HELD, scene.schedule.op(op).prefetch.registers or 0)]
 
 
+def _held_effect(scene: Scene, op: str, value: Value) -> float:
+    now = scene.schedule.op(op).prefetch.registers or 0
+    return effects.held(scene, op, now, (now or 4) if value == AUTO else _number(value))
+
+
 def _blocks(scene: Scene, subject: str) -> list[Value]:
     """Counts at which some linear's largest share becomes smaller, and all SMs; not far from what there are."""
     now, most = scene.schedule.blocks, scene.machine.sms
@@ -285,9 +290,7 @@ KNOBS: dict[str, Knob] = {
             "registers",
             _loaded,
             _held_values,
-            lambda scene, op, value: effects.held(
-                scene, op, scene.schedule.op(op).prefetch.registers or 0, 4 if value == AUTO else _number(value)
-            ),
+            _held_effect,
         ),
         _of_split(
             "splits",
@@ -329,7 +332,7 @@ KNOBS: dict[str, Knob] = {
             "chunk",
             lambda scene: [op.name for op in linears(scene.graph) if tiling(op).pieces > 1],
             _chunks,
-            lambda scene, op, value: effects.per_run(0.25, scene, op),
+            lambda scene, op, value: effects.per_run(0.1, scene, op),
             rounds=True,
             auto=0,
         ),

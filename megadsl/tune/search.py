@@ -206,7 +206,7 @@ class Search:
         """The model's effect, by how right it was about this knob; less for what was tried before."""
         told, seen = self._told.get(move.knob, (0.0, 0.0))
         again = AGAIN if str(move) in self._seen else 1.0
-        return move.effect_us * (TRUST + seen) / (TRUST + told) * again
+        return move.effect_us * (TRUST + seen) / (TRUST + told) * again if move.effect_us > 0 else move.effect_us
 
     def _learn(self, move: Move, trial: Trial) -> None:
         sound = trial.gain is not None and trial.outcome in (FASTER, SLOWER)
@@ -214,7 +214,7 @@ class Search:
         self._seen[str(move)] = 0.0 if trial.outcome == SAME else found
         if found is not None:
             totals = self._told.setdefault(move.knob, [0.0, 0.0])
-            totals[0] += move.effect_us
+            totals[0] += max(0.0, move.effect_us)
             totals[1] += max(0.0, found) * self._step_us
 
     def _take(self, base: Built, won: list[tuple[Trial, Move]], *, kept: bool) -> Built:

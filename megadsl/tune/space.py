@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Move:
-    """Decisions that are tried together, and what the cost model thinks of them, in microseconds of a step."""
+    """Decisions that are tried together, and what they gain by the cost model, in microseconds of a step."""
 
     decisions: tuple[Decision, ...]
     effect_us: float
