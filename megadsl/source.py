@@ -39,6 +39,11 @@ class Span:
 UNKNOWN = Span("<unknown>", 0)
 
 
+def remember(file: str, text: str) -> None:
+    """Let spans of ``file`` show ``text``, whether or not it stands on a disk."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
 def is_ours(file: str) -> bool:
     """Whether a source file is the compiler's own, not a user's."""
     return file.startswith(_PACKAGE) and not file.startswith(_MODELS)

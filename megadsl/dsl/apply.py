@@ -10,6 +10,7 @@ from typing import TypeAlias
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import (
     Changes,
+    Decision,
     Override,
     Overrides,
     SetCount,
@@ -37,6 +38,11 @@ WARPS_SUM = declare(
     "schedule: warps({total}) does not match the roles: {roles}",
     "make the roles add up to {total}, or leave the consumer's warps out",
 )
+RING_TWICE = declare(
+    "MK260",
+    "schedule: {ring!r} and {other!r} are one ring, and its {field} is both {value} and {mine}",
+    "keep one of the two",
+)
 NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV range to split", "split(kv=...) is for attention ops")
 
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
@@ -55,6 +61,7 @@ def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collect
         for record in overrides.records:
             if isinstance(record, kind):
                 schedule = _apply(schedule, graph, record, overrides, found)
+    _check_names(schedule, overrides, found)
     if any(d.code in _OF_THE_BLOCK for d in found.found):
         found.raise_if_any()
     return schedule
@@ -63,9 +70,9 @@ def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collect
 def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overrides, found: Collector) -> Schedule:
     match record:
         case SetRole():
-            return _role(schedule, record, found)
+            return _role(schedule, record, overrides, found)
         case SetRing():
-            return _ring(schedule, record, found)
+            return _ring(schedule, record, overrides, found)
         case SetCount(field="warps"):
             return _warps(schedule, record, overrides, found)
         case SetCount(field="blocks"):
@@ -94,32 +101,56 @@ def _known(code: str, name: object, known: Iterable[str], span: Span, found: Col
     return name in names
 
 
-def _role(schedule: Schedule, record: SetRole, found: Collector) -> Schedule:
+def _role(schedule: Schedule, record: SetRole, overrides: Overrides, found: Collector) -> Schedule:
     names = [r.name for r in schedule.roles]
-    if record.role in names:
-        roles = tuple(replace(r, warps=record.warps, kind=record.kind or r.kind) if r.name == record.role else r for r in schedule.roles)
-        return replace(schedule, roles=roles)
-    if record.kind is None:
-        _known(ROLE_UNKNOWN, record.role, names, record.span, found)
-        return schedule
-    return replace(schedule, roles=(*schedule.roles, Role(record.role, record.kind, record.warps)))
+    if record.role not in names:
+        said = _all_changes(overrides, SetRole, record.role)
+        if "kind" not in said:
+            _known(ROLE_UNKNOWN, record.role, names, record.span, found)
+            return schedule
+        schedule = replace(schedule, roles=(*schedule.roles, Role(record.role, str(said["kind"]), 1)))
+    return replace(schedule, roles=tuple(_replaced_role(r, record.changes) if r.name == record.role else r for r in schedule.roles))
 
 
-def _ring(schedule: Schedule, record: SetRing, found: Collector) -> Schedule:
+def _replaced_role(role: Role, changes: Changes) -> Role:
+    values = dict(changes)
+    kind, warps = values.get("kind", role.kind), values.get("warps", role.warps)
+    assert isinstance(kind, str) and isinstance(warps, int), "checked where they were said"
+    return replace(role, kind=kind, warps=warps)
+
+
+def _all_changes(overrides: Overrides, kind: type[Override], subject: str) -> dict[str, object]:
+    """What is said of a role or a ring in all records: what is new needs several fields, which may come one by one."""
+    return {d.field: d.value for d in overrides.decisions() if d.record is kind and d.subject == (subject,)}
+
+
+def _ring(schedule: Schedule, record: SetRing, overrides: Overrides, found: Collector) -> Schedule:
     rings = dict(schedule.rings)
     by_name = {ring.name: role for role, ring in schedule.rings}
     loaders = [r.name for r in schedule.roles if r.kind == "loader"]
     if not _known(RING_UNKNOWN, record.ring, [*by_name, *loaders], record.span, found):
         return schedule
     role = by_name.get(record.ring, record.ring)
-    changes = dict(record.changes)
-    if role in rings:
-        rings[role] = _replaced_ring(rings[role], record.changes)
-    elif {"stages", "stage_bytes", "window"} <= set(changes):
-        rings[role] = _replaced_ring(Ring(role, 0, 0, 0), record.changes)
-    else:
-        found.add(RING_PARTIAL, record.span, role=role)
+    if role not in rings:
+        if not {"stages", "stage_bytes", "window"} <= set(_all_changes(overrides, SetRing, record.ring)):
+            if record is next(r for r in overrides.records if isinstance(r, SetRing) and r.ring == record.ring):
+                found.add(RING_PARTIAL, record.span, role=role)
+            return schedule
+        rings[role] = Ring(role, 0, 0, 0)
+    rings[role] = _replaced_ring(rings[role], record.changes)
     return replace(schedule, rings=tuple(rings.items()))
+
+
+def _check_names(schedule: Schedule, overrides: Overrides, found: Collector) -> None:
+    """A ring has two names, its own and its role's: a field has one value under both."""
+    by_name = {ring.name: role for role, ring in schedule.rings}
+    before: dict[tuple[str, str], Decision] = {}
+    for d in overrides.decisions():
+        if d.record is SetRing:
+            role = by_name.get(d.subject[0], d.subject[0])
+            first = before.setdefault((role, d.field), d)
+            if first.subject != d.subject and first.value != d.value:
+                found.add(RING_TWICE, d.span, ring=d.subject[0], other=first.subject[0], field=d.field, mine=d.value, value=first.value)
 
 
 def _replaced_ring(ring: Ring, changes: Changes) -> Ring:
@@ -136,7 +167,7 @@ def _replaced_ring(ring: Ring, changes: Changes) -> Ring:
 def _warps(schedule: Schedule, record: SetCount, overrides: Overrides, found: Collector) -> Schedule:
     consumer = schedule.consumer
     left = record.value - sum(r.warps for r in schedule.roles if r is not consumer)
-    fixed = any(isinstance(r, SetRole) and r.role == consumer.name for r in overrides.records)
+    fixed = any((d.record, d.subject, d.field) == (SetRole, (consumer.name,), "warps") for d in overrides.decisions())
     if left < 1 or (fixed and left != consumer.warps):
         roles = ", ".join(f"{r.name} {r.warps}" for r in schedule.roles)
         found.add(WARPS_SUM, record.span, total=record.value, roles=roles)
@@ -159,7 +190,9 @@ def _edges(schedule: Schedule, graph: Graph, old: OpSchedule, new: OpSchedule) -
         return schedule.edges
     parts = f"{new.op}.parts"
     added = (EdgeSchedule(parts, new.op, Tagged()),) if new.ways > 1 else ()
-    return tuple(e for e in schedule.edges if e.value != parts) + added
+    edges = tuple(e for e in schedule.edges if e.value != parts) + added
+    values, order = {v.name for v in graph.values}, [op.name for op in graph.ops]
+    return tuple(sorted(edges, key=lambda e: -1 if e.value in values else order.index(e.producer)))  # whatever order they are said in
 
 
 def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecord, found: Collector) -> OpSchedule:

@@ -1,9 +1,14 @@
-"""What a user decided about a schedule: one frozen record per call, in the order of the calls; later ones win."""
+"""What a user decided about a schedule: one frozen record per call, in the order of the calls; later ones win.
+
+Records are equal where they decide the same, wherever that was written.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megadsl.ir.schedule import Sync
 from megadsl.source import Span
@@ -17,7 +22,7 @@ class SetCount:
 
     field: str
     value: int
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,16 @@ class SetScope:
     """What one launch runs."""
 
     scope: str
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
 class SetRole:
-    """Warps of a role. With ``kind`` the role need not exist: it is added."""
+    """Fields of a role: warps, kind. With a kind the role need not exist: it is added."""
 
     role: str
-    warps: int
-    kind: str | None
-    span: Span
+    changes: Changes
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class SetRing:
 
     ring: str
     changes: Changes
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class SetLoader:
 
     op: str
     role: str
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class SetPrefetch:
 
     op: str
     changes: Changes
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class SetSplit:
 
     op: str
     changes: Changes
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class SetScale:
 
     op: str
     scale: str
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,22 @@ class SetSync:
     producer: str
     consumer: str | None
     sync: Sync
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 Override: TypeAlias = SetCount | SetScope | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One ``field`` of one ``subject``: () for the whole kernel, (role,), (ring,), (op,), or (producer, consumer). ``record`` is the
+    kind of record that says it."""
+
+    record: type[Override]
+    subject: tuple[str, ...]
+    field: str
+    value: object
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -103,32 +119,56 @@ class Overrides:
     arch: str
     records: tuple[Override, ...]
 
+    def decisions(self) -> Iterator[Decision]:
+        """One by one, in the order of the records."""
+        return (decision for record in self.records for decision in decided(record))
+
     def said(self, default: Span, fields: str | tuple[str, ...], *subjects: str) -> Span:
         """Where one of ``fields`` was last decided, for one of the ops, rings or roles ``subjects``; ``default`` if nowhere."""
         wanted = {fields} if isinstance(fields, str) else set(fields)
-        for record in reversed(self.records):
-            subject, decided = _decision(record)
-            if wanted & decided and (not subjects or subject in subjects):
-                return record.span
+        for d in reversed(list(self.decisions())):
+            if d.field in wanted and (not subjects or (d.subject and d.subject[0] in subjects)):
+                return d.span
         return default
 
 
-def _decision(record: Override) -> tuple[str, set[str]]:
-    """Whom a record is about ("" for the whole kernel), and the fields that it decides."""
+def decided(record: Override) -> Iterator[Decision]:
+    """The decisions of one record."""
     match record:
         case SetCount():
-            return "", {record.field}
+            yield Decision(SetCount, (), record.field, record.value, record.span)
         case SetScope():
-            return "", {"scope"}
+            yield Decision(SetScope, (), "scope", record.scope, record.span)
         case SetRole():
-            return record.role, {"warps", "kind"}
+            yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
         case SetRing():
-            return record.ring, {field for field, _ in record.changes}
-        case SetLoader():
-            return record.op, {"loader"}
+            yield from (Decision(SetRing, (record.ring,), name, value, record.span) for name, value in record.changes)
         case SetPrefetch() | SetSplit():
-            return record.op, {field for field, _ in record.changes}
+            yield from (Decision(type(record), (record.op,), name, value, record.span) for name, value in record.changes)
+        case SetLoader():
+            yield Decision(SetLoader, (record.op,), "loader", record.role, record.span)
         case SetScale():
-            return record.op, {"scale"}
+            yield Decision(SetScale, (record.op,), "scale", record.scale, record.span)
         case SetSync():
-            return record.producer, {"sync"}
+            ends = (record.producer,) if record.consumer is None else (record.producer, record.consumer)
+            yield Decision(SetSync, ends, "sync", record.sync, record.span)
+
+
+def recorded(decision: Decision) -> Override:
+    """The record that decides this and nothing else."""
+    value: Any = decision.value
+    subject, span = decision.subject, decision.span
+    match decision.record:
+        case kind if kind is SetCount:
+            return SetCount(decision.field, value, span)
+        case kind if kind is SetScope:
+            return SetScope(value, span)
+        case kind if kind is SetLoader:
+            return SetLoader(subject[0], value, span)
+        case kind if kind is SetScale:
+            return SetScale(subject[0], value, span)
+        case kind if kind is SetSync:
+            return SetSync(subject[0], subject[1] if len(subject) > 1 else None, value, span)
+    fields: Any = decision.record  # SetRole, SetRing, SetPrefetch, SetSplit
+    record: Override = fields(subject[0], ((decision.field, value),), span)
+    return record

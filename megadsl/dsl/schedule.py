@@ -110,9 +110,11 @@ class ScheduleBlock:
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""
         span = caller_span()
+        given: Changes = (("warps", self.checked("role warps", warps, 1, span)),)
         if kind is not None:
             self.choice("role kind", kind, KINDS, span)
-        self.record(SetRole(name, self.checked("role warps", warps, 1, span), kind, span))
+            given = (("kind", kind), *given)
+        self.record(SetRole(name, given, span))
 
     def ring(
         self,
