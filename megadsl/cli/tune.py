@@ -40,9 +40,9 @@ def command(
         Effort, typer.Option("--effort", help="quick: what lost by more than 1% is not tried again. full: everything, and more pairs.")
     ] = Effort.QUICK,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the order of measurements and of restarts.")] = 0,
-    start: Annotated[
-        list[str] | None,
-        typer.Option("--start", metavar="KNOB=V,...", help="Begin elsewhere than at the model's schedule: stages=2,sync@x=flag."),
+    schedule: Annotated[
+        Path | None,
+        typer.Option("--schedule", exists=True, dir_okay=False, metavar="FILE", help="Begin at this schedule, not at the model's own."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best schedule.")] = None,
     log: Annotated[
@@ -66,7 +66,7 @@ def command(
     from megadsl.driver import DEFAULT_MAX_KV
     from megadsl.runtime.bench import forced_rows
     from megadsl.tune.log import Log
-    from megadsl.tune.result import about, write_result
+    from megadsl.tune.result import about, tuned, write_result
     from megadsl.tune.search import EFFORTS, Search, Settings
     from megadsl.tune.stand import Stand, Subject
 
@@ -74,7 +74,7 @@ def command(
     chosen, count = resolve(device), processes or os.cpu_count() or 1
     room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(tokens)) if max_kv is None else max_kv
     own = blocks_on(chosen, blocks)
-    subject = Subject.of(model, config, tokens, room, own, DEFAULT_ARCH, chosen.value, start or ())
+    subject = Subject.of(model, config, tokens, room, own, DEFAULT_ARCH, chosen.value, schedule)
     stand = Stand(subject, lengths, count)
     try:
         known = {**about(subject, lengths), "seed": seed, "effort": effort.value, **stand.describe()}
@@ -85,7 +85,7 @@ def command(
     finally:
         stand.close()
     if out is not None:
-        write_result(out, subject, result, known)
+        write_result(out, tuned(subject, lengths, result, known))
     typer.echo("\n".join(_lines(result)))
     if out is not None:
         typer.echo(f"written to {out}")

@@ -16,16 +16,18 @@ from functools import cache
 from itertools import combinations_with_replacement
 
 LEVEL = 1e-4  # of one decision: a search makes a few hundred
+SLOW_LEVEL = 1e-3  # of the bound on the other side: a candidate that is surely slower
 LEAST_GAIN = 1e-3  # less is what the place of a kernel's code and data is worth, which the next build changes
 
 
 @dataclass(frozen=True)
 class Gain:
     """Of a candidate over its base, as fractions of the base's time. ``median`` is Hodges and Lehmann's estimate, ``least`` its lower bound
-    at ``level`` from ``pairs`` pairs; minus infinity where so few pairs prove nothing."""
+    at ``level`` from ``pairs`` pairs, ``most`` the upper one at SLOW_LEVEL; infinite where so few pairs prove nothing."""
 
     median: float
     least: float
+    most: float
     level: float
     pairs: int
 
@@ -33,6 +35,11 @@ class Gain:
     def proved(self) -> bool:
         """Whether the candidate is faster, by an amount that matters."""
         return self.least > 0 and self.median >= LEAST_GAIN
+
+    @property
+    def disproved(self) -> bool:
+        """Whether the candidate is slower."""
+        return self.most < 0
 
     def __str__(self) -> str:
         least = "nothing is proved" if math.isinf(self.least) else f"at least {self.least:+.2%} with {1 - self.level:.2%} confidence"
@@ -42,9 +49,10 @@ class Gain:
 def gain(logs: Sequence[float], level: float = LEVEL) -> Gain:
     """Of at least one pair's log(base / candidate)."""
     walsh = sorted((a + b) / 2 for a, b in combinations_with_replacement(logs, 2))
-    below = bound_index(len(logs), level)
-    least = walsh[below - 1] if below else -math.inf
-    return Gain(-math.expm1(-statistics.median(walsh)), -math.expm1(-least) if below else -math.inf, level, len(logs))
+    below, above = bound_index(len(logs), level), bound_index(len(logs), SLOW_LEVEL)
+    least = -math.expm1(-walsh[below - 1]) if below else -math.inf
+    most = -math.expm1(-walsh[-above]) if above else math.inf
+    return Gain(-math.expm1(-statistics.median(walsh)), least, most, level, len(logs))
 
 
 @cache

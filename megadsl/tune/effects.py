@@ -1,6 +1,7 @@
 """What a change of a schedule may gain, in microseconds of a step: a small cost model that says what to try first.
 
-Negative where the model knows that it costs. It only orders the search: what counts is measured. Figures are of docs/performance.md and, like there, of an H200.
+Negative where the model knows that it costs. It only orders the search: what counts is measured. Figures are those of an H200
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadsl.ir.graph import Attention, Graph, Linear
-from megadsl.ir.schedule import Schedule
+from megadsl.ir.schedule import Flag, Schedule, Sentinel, Sync, Tagged
 from megadsl.lower.tiling import tiling
 from megadsl.machine import Machine
 from megadsl.ops.cost import cost, runs, total_cost
@@ -66,12 +67,12 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
     return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
 
 
-def hand_off(scene: Scene, op: str, before: str, after: str) -> float:
+def hand_off(scene: Scene, op: str, before: type[Sync], after: type[Sync]) -> float:
     """Another wire for what ``op`` gives."""
     ring = scene.schedule.rings[0][1]
     window = (ring.meeting_window or ring.window) / KIB
-    takes = {"flag": FENCE_US * window, "tagged": TAG_US, "sentinel": 0.0}
-    return (takes[before.partition(":")[0]] - takes[after.partition(":")[0]]) * scene.runs(op) + TRIFLE_US
+    takes: dict[type[Sync], float] = {Flag: FENCE_US * window, Tagged: TAG_US, Sentinel: 0.0}
+    return (takes[before] - takes[after]) * scene.runs(op) + TRIFLE_US
 
 
 def held(scene: Scene, op: str, before: int, after: int) -> float:
@@ -91,11 +92,6 @@ def shares(scene: Scene, blocks: int) -> float:
 
     now = scene.schedule.blocks
     return min(abs(busiest(blocks) - busiest(now)), 0.05 * scene.floor_us) + abs(blocks - now) / now * scene.hops * 0.2
-
-
-def per_run(us: float, scene: Scene, op: str) -> float:
-    """``us`` at each run of an op."""
-    return us * scene.runs(op)
 
 
 def attentions(graph: Graph) -> list[Attention]:

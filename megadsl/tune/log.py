@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any, TypeAlias
 
 from megadsl.diagnostics import declare, error
 from megadsl.tune.decide import Gain
-from megadsl.tune.space import Point, as_json
 
 LOG_OTHER = declare(
     "MK492",
@@ -26,11 +26,11 @@ Spreads: TypeAlias = tuple[tuple[float, float, float], ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate measured against ``base``. ``ms`` and ``base_ms`` have the 10th, 50th and 90th percentile for each number of cached rows;
-    none where nothing was measured. ``kernel`` is the built candidate's key."""
+    """A candidate, ``point``, measured against ``base``, both as statements of a schedule file. ``ms`` and ``base_ms`` have the 10th,
+    50th and 90th percentile for each number of cached rows; none where nothing was measured. ``kernel`` is the built candidate's key."""
 
-    base: Point
-    point: Point
+    base: str
+    point: str
     outcome: str
     text: str = ""
     code: str = ""
@@ -44,13 +44,13 @@ class Trial:
 
     def fields(self) -> dict[str, Any]:
         """As JSON; what is empty is left out."""
-        gain = None if self.gain is None else vars(self.gain)
+        gain = None if self.gain is None else {k: None if math.isinf(v) else v for k, v in vars(self.gain).items()}
         found = {
-            "base": as_json(self.base), "knobs": as_json(self.point), "outcome": self.outcome, "code": self.code, "text": self.text,
+            "base": self.base, "point": self.point, "outcome": self.outcome, "code": self.code, "text": self.text,
             "gain": gain, "ms": self.ms, "base_ms": self.base_ms, "registers": self.registers, "spill_bytes": self.spill_bytes,
             "kernel": self.kernel, "seconds": round(self.seconds, 3),
         }  # fmt: skip
-        return {k: v for k, v in found.items() if v or k in ("base", "knobs")}
+        return {k: v for k, v in found.items() if v or k in ("base", "point")}
 
 
 def percentiles(times: Sequence[Sequence[float]]) -> Spreads:
@@ -87,9 +87,9 @@ class Log:
     def entries(self) -> int:
         return len(self._known)
 
-    def find(self, base: Point, point: Point) -> Trial | None:
+    def find(self, base: str, point: str) -> Trial | None:
         """What came of this candidate against this base, if that is known."""
-        return self._known.get((str(base), str(point)))
+        return self._known.get((base, point))
 
     def add(self, trial: Trial) -> None:
         """On disk before this returns."""
@@ -99,7 +99,7 @@ class Log:
                 out.write(json.dumps(trial.fields()) + "\n")
 
     def _remember(self, trial: Trial) -> None:
-        self._known[str(trial.base), str(trial.point)] = trial
+        self._known[trial.base, trial.point] = trial
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -124,14 +124,12 @@ def _same(path: Path, was: Any, about: Mapping[str, Any]) -> None:
 
 def _read(path: Path, number: int, line: str) -> Trial:
     try:
-        fields = json.loads(line)
-        base, point, gain = _point(fields.pop("base")), _point(fields.pop("knobs")), fields.pop("gain", None)
-        rest = {key: tuple(tuple(row) for row in value) if key in ("ms", "base_ms") else value for key, value in fields.items()}
-        return Trial(base, point, gain=None if gain is None else Gain(**gain), **rest)
+        fields: dict[str, Any] = json.loads(line)
+        for key in {"ms", "base_ms"} & fields.keys():
+            fields[key] = tuple(tuple(row) for row in fields[key])
+        if "gain" in fields:
+            unknown = {"least": -math.inf, "most": math.inf}
+            fields["gain"] = Gain(**{k: unknown[k] if v is None else v for k, v in fields["gain"].items()})
+        return Trial(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as broken:
         raise error(LOG_BROKEN, path=path, line=number) from broken
-
-
-def _point(decisions: Mapping[str, Any]) -> Point:
-    parted = [(key.partition("@"), value) for key, value in decisions.items()]
-    return Point(tuple((knob, subject, value) for (knob, _, subject), value in parted))

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megadsl.diagnostics import declare, error
+from megadsl.dsl.overrides import Decision
 from megadsl.tune.bench import FASTER, SAME, SLOWER, SPILLED, Bench, Built, Failed, Times
 from megadsl.tune.decide import LEVEL, Gain, gain
 from megadsl.tune.log import Log, Trial, percentiles
-from megadsl.tune.space import Decision, Move, Point, moves, text_of
+from megadsl.tune.space import Move, Point, moves, text_of
 
 START_FAILED = declare("MK494", "the schedule to start from cannot be measured: {outcome}: {text}", "mend that schedule first")
 
@@ -147,22 +148,52 @@ class Search:
 
     def _all(self) -> None:
         self._descend(self._state.best, kept=True)
+        self._prune()
         for number in range(self._settings.effort.restarts):
             away = self._away(random.Random(f"{self._settings.seed} {number}"))
             if away is None:
                 return
-            found = self._descend(away, kept=False)
-            self._better(found)
+            if self._better(self._descend(away, kept=False)):
+                self._prune()
 
-    def _better(self, found: Built) -> None:
+    def _prune(self) -> None:
+        """Leave out the decisions that the best does as well without: what came along with others, and what others have made idle."""
+        best = self._state.best
+        without = [(d, Point(tuple(o for o in best.point.decisions if o != d))) for d in best.point.decisions]
+        self._bench.build([p for _, p in without if self._log.find(str(best.point), str(p)) is None])
+        idle = [d for d, point in without if self._as_good(best, point)]
+        kept = tuple(d for d in best.point.decisions if d not in idle)
+        if len(idle) > 1 and not self._drop(best, kept):
+            for d in idle:
+                self._drop(self._state.best, tuple(o for o in self._state.best.point.decisions if o != d))
+        elif len(idle) == 1:
+            self._drop(best, kept)
+
+    def _as_good(self, best: Built, point: Point) -> bool:
+        trial = self._trial(best, point, look=False)
+        return trial.outcome == SAME or (trial.outcome in (SLOWER, FASTER) and trial.gain is not None and not trial.gain.disproved)
+
+    def _drop(self, best: Built, kept: tuple[Decision, ...]) -> bool:
+        """Go on with ``kept`` decisions alone if that is as good; whether it is."""
+        found = self._bench.built(Point(kept))
+        if not self._as_good(best, Point(kept)) or isinstance(found, Failed) or self._bench.verify(best, found) is not None:
+            return False
+        self._state.best = found
+        steps = [replace(step, decisions=tuple(d for d in step.decisions if d in kept)) for step in self._state.steps]
+        self._state.steps = [step for step in steps if step.decisions]
+        return True
+
+    def _better(self, found: Built) -> bool:
+        """Whether what a restart has found is the best by now."""
         best = self._state.best
         if found.point == best.point:
-            return
+            return False
         trial = self._trial(best, found.point)
         if trial.outcome == FASTER and trial.gain is not None:
             was = set(best.point.decisions)
             self._state.steps.append(Step(tuple(d for d in found.point.decisions if d not in was), trial.gain))
             self._state.best = found
+        return self._state.best is found
 
     def _away(self, chance: random.Random) -> Built | None:
         """A few moves away from the best: of those that lost little. None where there are none."""
@@ -181,7 +212,7 @@ class Search:
         while agenda:
             tried, agenda = agenda[: self._settings.round_size], agenda[self._settings.round_size :]
             points = [base.point.but(move.decisions) for move in tried]
-            self._bench.build([p for p in points if self._log.find(base.point, p) is None])
+            self._bench.build([p for p in points if self._log.find(str(base.point), str(p)) is None])
             won: list[tuple[Trial, Move]] = []
             for move, point in zip(tried, points, strict=True):
                 trial = self._trial(base, point)
@@ -206,7 +237,7 @@ class Search:
         """The model's effect, by how right it was about this knob; less for what was tried before."""
         told, seen = self._told.get(move.knob, (0.0, 0.0))
         again = AGAIN if str(move) in self._seen else 1.0
-        return move.effect_us * (TRUST + seen) / (TRUST + told) * again if move.effect_us > 0 else move.effect_us
+        return move.gain_us * (TRUST + seen) / (TRUST + told) * again if move.gain_us > 0 else move.gain_us
 
     def _learn(self, move: Move, trial: Trial) -> None:
         sound = trial.gain is not None and trial.outcome in (FASTER, SLOWER)
@@ -214,18 +245,18 @@ class Search:
         self._seen[str(move)] = 0.0 if trial.outcome == SAME else found
         if found is not None:
             totals = self._told.setdefault(move.knob, [0.0, 0.0])
-            totals[0] += max(0.0, move.effect_us)
+            totals[0] += max(0.0, move.gain_us)
             totals[1] += max(0.0, found) * self._step_us
 
     def _take(self, base: Built, won: list[tuple[Trial, Move]], *, kept: bool) -> Built:
         """The winners together, or as many of them as help each other."""
         won.sort(key=lambda pair: -(pair[0].gain.median if pair[0].gain else 0.0))
         (first, move), *others = won
-        current = self._taken(first, move.decisions, kept=kept)
-        decided = {(knob, subject) for knob, subject, _ in move.decisions}
+        current = self._taken(base, first, move.decisions, kept=kept)
+        decided = _subjects(move)
         rest: list[Move] = []
         for _, other in others:
-            keys = {(knob, subject) for knob, subject, _ in other.decisions}
+            keys = _subjects(other)
             if not keys & decided:
                 rest.append(other)
                 decided |= keys
@@ -236,29 +267,29 @@ class Search:
         self._bench.build([current.point.but(decisions) for decisions in (together, *singles)])
         trial = self._trial(current, current.point.but(together))
         if trial.outcome == FASTER:
-            return self._taken(trial, together, kept=kept)
+            return self._taken(current, trial, together, kept=kept)
         for decisions in singles:
             trial = self._trial(current, current.point.but(decisions))
             if trial.outcome == FASTER:
-                current = self._taken(trial, decisions, kept=kept)
+                current = self._taken(current, trial, decisions, kept=kept)
         return current
 
-    def _taken(self, trial: Trial, decisions: Sequence[Decision], *, kept: bool) -> Built:
-        built = self._bench.built(trial.point)
+    def _taken(self, base: Built, trial: Trial, decisions: Sequence[Decision], *, kept: bool) -> Built:
+        built = self._bench.built(base.point.but(decisions))
         assert isinstance(built, Built) and trial.gain is not None, "it has been measured"
         if kept:
             self._state.steps.append(Step(tuple(decisions), trial.gain))
             self._state.best = built
         return built
 
-    def _trial(self, base: Built, point: Point) -> Trial:
-        """What comes of ``point`` against ``base``: from the log, or measured now."""
-        found = self._log.find(base.point, point)
-        if found is None:
+    def _trial(self, base: Built, point: Point, *, look: bool = True) -> Trial:
+        """What comes of ``point`` against ``base``: from the log, or measured now; without ``look``, by as many pairs as prove a gain."""
+        found = self._log.find(str(base.point), str(point))
+        if found is None or (not look and found.gain is not None and found.gain.pairs < self._settings.effort.confirm):
             began = self._clock()
             if began > self._deadline:
                 raise _TimeIsUp
-            found = replace(self._measured(base, point), seconds=self._clock() - began)
+            found = replace(self._measured(base, point, look=look), seconds=self._clock() - began)
             self._log.add(found)
         if found.kernel:
             self._kernels.add((base.point, found.kernel))
@@ -267,17 +298,17 @@ class Search:
         self._report(self._state)
         return found
 
-    def _measured(self, base: Built, point: Point) -> Trial:
+    def _measured(self, base: Built, point: Point, *, look: bool) -> Trial:
         built = self._bench.built(point)
         if isinstance(built, Failed):
-            return Trial(base.point, point, built.outcome, built.text, built.code)
-        trial = Trial(base.point, point, SAME, kernel=built.key, registers=built.registers, spill_bytes=built.spill_bytes)
-        if built.key == base.key or (base.point, built.key) in self._kernels:
+            return Trial(str(base.point), str(point), built.outcome, built.text, built.code)
+        trial = Trial(str(base.point), str(point), SAME, kernel=built.key, registers=built.registers, spill_bytes=built.spill_bytes)
+        if built.key == base.key or (look and (base.point, built.key) in self._kernels):
             return trial
         if built.spill_bytes > base.spill_bytes:
             return replace(trial, outcome=SPILLED)
         effort, found = self._settings.effort, None
-        for pairs in (effort.screen, effort.confirm):
+        for pairs in (effort.screen, effort.confirm) if look else (effort.confirm,):
             seed = zlib.crc32(f"{self._settings.seed} {base.point} {point} {pairs}".encode())
             times = self._bench.compare(base, built, pairs, seed)
             if isinstance(times, Failed):
@@ -292,3 +323,8 @@ class Search:
         if wrong is not None:
             return replace(trial, outcome=wrong.outcome, text=wrong.text, code=wrong.code)
         return replace(trial, outcome=FASTER)
+
+
+def _subjects(move: Move) -> set[tuple[object, ...]]:
+    """What a move decides; two that decide the same cannot be taken together."""
+    return {(d.record, d.field, d.subject) for d in move.decisions}

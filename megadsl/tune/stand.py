@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from megadsl.build.cache import digest
@@ -16,7 +16,7 @@ from megadsl.build.toolchain import find_tool
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model, load_model
 from megadsl.dsl.overrides import Override, Overrides
-from megadsl.ir.graph import Graph
+from megadsl.dsl.schedule_file import load
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.contest import Contest
@@ -24,7 +24,7 @@ from megadsl.runtime.contest_kinds import REFUSED, Kernel, Unfit
 from megadsl.tune.bench import NOT_BUILT, Built, Failed, Times
 from megadsl.tune.effects import Scene
 from megadsl.tune.processes import Builders, Worker
-from megadsl.tune.space import Decision, Point, parse, rounding
+from megadsl.tune.space import Point, rounding
 from megadsl.version import __version__
 
 EMULATOR = "cpu"
@@ -45,6 +45,15 @@ class Subject:
     device: str
     records: tuple[Override, ...]
 
+    @staticmethod
+    def of(
+        model: str, config: Path | None, tokens: int, max_kv: int, blocks: int | None, arch: str, device: str, schedule: Path | None
+    ) -> Subject:
+        """From the schedule in a file, or the model's own. Raises MegadslError."""
+        kernel = load_model(model, config, max_kv)[1]
+        overrides = kernel.overrides_for(arch) if schedule is None else load(schedule).overrides
+        return Subject(model, config, tokens, max_kv, blocks, arch, device, overrides.records)
+
     def compiled(self, added: Sequence[Override] = ()) -> Compiled:
         """With these on top. Raises MegadslError."""
         _, kernel, values, rows = load_model(self.model, self.config, self.max_kv)
@@ -56,20 +65,6 @@ class Subject:
 
     def scene(self, found: Compiled) -> Scene:
         return Scene(found.graph, found.schedule, machine(self.arch))
-
-    @staticmethod
-    def of(
-        model: str, config: Path | None, tokens: int, max_kv: int, blocks: int | None, arch: str, device: str, start: Sequence[str]
-    ) -> Subject:
-        """With the model's own schedule and, on top of it, the decisions ``start`` in words. Raises MK490, MK491, and what the compiler
-        does."""
-        kernel = load_model(model, config, max_kv)[1]
-        own = Subject(model, config, tokens, max_kv, blocks, arch, device, kernel.overrides_for(arch).records)
-        if not start:
-            return own
-        found = own.compiled()
-        decisions: tuple[Decision, ...] = parse(start, own.scene(found))
-        return replace(own, records=(*own.records, *Point().but(decisions).records(found.graph)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Build:
 
     def _built(self, point: Point) -> Built:
         subject = self.subject
-        found = subject.compiled(point.records(_graph(subject)) if point.decisions else ())
+        found = subject.compiled(point.records)
         kernel = Kernel(digest([found.source, json.dumps(found.manifest, sort_keys=True, default=str)]), found.manifest, found.source)
         built = Built(point, kernel.key, rounding(found.graph, found.schedule), subject.scene(found), kernel)
         if subject.device == EMULATOR:
@@ -97,12 +92,6 @@ class Build:
             return built
         cubin = build_cubin(found.source, subject.arch, [include()], {})
         return replace(built, kernel=replace(kernel, cubin=cubin.path), registers=cubin.registers, spill_bytes=cubin.spill_bytes)
-
-
-@cache
-def _graph(subject: Subject) -> Graph:
-    """Once in each process that builds."""
-    return subject.compiled().graph
 
 
 class Stand:
