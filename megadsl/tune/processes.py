@@ -35,6 +35,11 @@ class Worker:
         self._end: Connection | None = None
         self.starts = 0
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that is there."""
+        return None if self._process is None else int(self._process.pid)
+
     def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """``tool.method(*arguments)``. Raises Unfit: the tool's own; HUNG when it takes longer than ``timeout_s``; CRASHED when the
         process dies of it, with what it raised."""
