@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-
 from landscape import Tool, doubled
+
 from megadsl.runtime.contest_kinds import CRASHED, HUNG, Unfit
 from megadsl.tune.processes import Builders, Worker
 

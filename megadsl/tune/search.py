@@ -214,11 +214,17 @@ class Search:
             points = [base.point.but(move.decisions) for move in tried]
             self._bench.build([p for p in points if self._log.find(str(base.point), str(p)) is None])
             won: list[tuple[Trial, Move]] = []
-            for move, point in zip(tried, points, strict=True):
-                trial = self._trial(base, point)
-                self._learn(move, trial)
-                if trial.outcome == FASTER:
-                    won.append((trial, move))
+            try:
+                for move, point in zip(tried, points, strict=True):
+                    trial = self._trial(base, point)
+                    self._learn(move, trial)
+                    if trial.outcome == FASTER:
+                        won.append((trial, move))
+            except (_TimeIsUp, KeyboardInterrupt):  # what is proved is not lost
+                if won:
+                    trial, move = max(won, key=_gained)
+                    self._taken(base, trial, move.decisions, kept=kept)
+                raise
             if won:
                 base = self._take(base, won, kept=kept)
                 agenda = self._agenda(base)
@@ -250,7 +256,7 @@ class Search:
 
     def _take(self, base: Built, won: list[tuple[Trial, Move]], *, kept: bool) -> Built:
         """The winners together, or as many of them as help each other."""
-        won.sort(key=lambda pair: -(pair[0].gain.median if pair[0].gain else 0.0))
+        won.sort(key=_gained, reverse=True)
         (first, move), *others = won
         current = self._taken(base, first, move.decisions, kept=kept)
         decided = _subjects(move)
@@ -328,3 +334,7 @@ class Search:
 def _subjects(move: Move) -> set[tuple[object, ...]]:
     """What a move decides; two that decide the same cannot be taken together."""
     return {(d.record, d.field, d.subject) for d in move.decisions}
+
+
+def _gained(won: tuple[Trial, Move]) -> float:
+    return won[0].gain.median if won[0].gain is not None else 0.0
