@@ -11,8 +11,9 @@ from megadsl.build.artifacts import write_artifacts as _write
 from megadsl.check import Report, check_plan, without_needless_barriers
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
+from megadsl.dsl.chosen import Asked, Chosen, choose
 from megadsl.dsl.kernel import Kernel, require_kernel
-from megadsl.dsl.overrides import Overrides, SetScope
+from megadsl.dsl.overrides import SetScope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
@@ -57,7 +58,7 @@ def compile_model(
     between: Callable[[str, Lowering], None] | None = None,
     check: bool = True,
     scope: str | None = None,
-    overrides: Overrides | None = None,
+    schedule: Asked = None,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
@@ -65,13 +66,15 @@ def compile_model(
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op". overrides: a schedule in place of the kernel's own. Raises MegadslError.
+    says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this model,
+    arch and tokens if there is one, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    overrides = kernel.overrides_for(target.arch) if overrides is None else overrides
+    chosen = choose(schedule, name if isinstance(model, str) else None, kernel, target.arch, tokens)
+    overrides = chosen.overrides
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
@@ -79,7 +82,7 @@ def compile_model(
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
-    manifest = _manifest(name, state, target, report is not None)
+    manifest = _manifest(name, state, target, chosen, report is not None)
     return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), manifest, report)
 
 
@@ -100,13 +103,14 @@ def load_model(
     return Path(model).resolve().name, kernel, values, rows
 
 
-def _manifest(model: str, state: Lowering, target: Machine, checked: bool) -> dict[str, Any]:
+def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, checked: bool) -> dict[str, Any]:
     plan, graph = state.plan, state.graph
     cost = total_cost(graph, graph.tokens, 0)
     attention = next((op for op in graph.ops if isinstance(op, Attention)), None)
     return {
         "model": model,
         "arch": target.arch,
+        "schedule": chosen.fields(),
         "checked": checked,
         "tokens": graph.tokens,
         "blocks": state.schedule.blocks,

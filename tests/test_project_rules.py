@@ -44,7 +44,7 @@ DOORS = {
     "torch": {"reference", "runtime"},
     "jinja2": {"emit"},
     "cuda": {"build", "runtime"},
-    "lark": {"expr"},
+    "lark": {"expr", "dsl"},
     "networkx": {"check", "lower"},
     "typer": {"cli"},
     "rich": {"cli", "runtime"},

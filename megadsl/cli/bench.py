@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, blocks_on, numbers, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, numbers, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -41,6 +41,7 @@ def command(
     config: Config = None,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
 ) -> None:
     """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
 
@@ -58,7 +59,14 @@ def command(
 
     def subject_of(count: int, *, apart: bool = False, **options: Any) -> Subject:
         own = blocks_on(chosen, blocks)
-        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "tokens": count, "max_kv": room, "blocks": own}
+        shared: dict[str, Any] = {
+            "config": config,
+            "arch": DEFAULT_ARCH,
+            "tokens": count,
+            "max_kv": room,
+            "blocks": own,
+            "schedule": schedule,
+        }
         return Subject(compile_model(model, **shared), chosen.value, options, _apart(model, shared) if apart else None)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU

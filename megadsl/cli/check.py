@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
@@ -21,6 +21,7 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
     seeds: Annotated[
         int, typer.Option("--seeds", min=0, metavar="N", help="Also emulate N schedules under the race detector; for tiny models.")
     ] = 0,
@@ -46,14 +47,15 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.machine import machine
 
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, check=False)
+    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "schedule": schedule, "check": False}
+    compiled = compile_model(model, **shared, blocks=blocks)
     report = check_plan(compiled.plan, machine(arch))
     schedules: list[dict[str, object]] = []
     judged = Score()
     if mutants and not report.findings:
         judged.add_plan(compiled.plan, machine(arch), quiet=as_json)
     if seeds and not report.findings:
-        few = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks or EMULATED_BLOCKS, check=False)
+        few = compile_model(model, **shared, blocks=blocks or EMULATED_BLOCKS)
         schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json)
         if mutants and not schedules:
             judged.add_kernel(few, range(1, seeds + 1), processes, quiet=as_json)

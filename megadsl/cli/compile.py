@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
@@ -21,6 +21,7 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Prove the plan's synchronisation first; the manifest says whether.")
     ] = True,
@@ -31,7 +32,7 @@ def command(
     """
     from megadsl.driver import compile_model, write_artifacts
 
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, check=check)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)
     typer.echo(f"written to {out}")

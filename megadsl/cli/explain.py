@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from megadsl import resources
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Schedule, Tokens
 from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
@@ -31,6 +31,7 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
 ) -> None:
     """Show what the kernel of MODEL will do, or what the diagnostic CODE means.
 
@@ -43,7 +44,7 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule)
     for columns, lines in rows(compiled):
         _print_table(columns, lines)
 

@@ -56,6 +56,14 @@ Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),
 ]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="FILE",
+        help="A schedule file in place of the stored one or the spec's own; or default, model (the spec's own) or none.",
+    ),
+]
 On = Annotated[Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator.")]
 
 

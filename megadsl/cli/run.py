@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
@@ -33,6 +33,7 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
 ) -> None:
     """Continue a prompt greedily, with one kernel launch per token."""
     from megadsl.driver import compile_model
@@ -40,7 +41,8 @@ def command(
     from megadsl.runtime.generate import Generator
 
     chosen = resolve(device)
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
+    own = blocks_on(chosen, blocks)
+    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)
     result = Generator(compiled, weights, chosen.value).generate(prompt, max_new_tokens)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl trace llama-tiny --device cpu --out trace"
@@ -33,6 +33,7 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
+    schedule: Schedule = None,
 ) -> None:
     """Show where every microsecond of a step of MODEL goes.
 
@@ -46,7 +47,8 @@ def command(
     from megadsl.trace.write import write_timeline
 
     chosen = resolve(device)
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=blocks_on(chosen, blocks))
+    own = blocks_on(chosen, blocks)
+    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
     if rows is None:
         rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - tokens))
     recording = record(compiled, chosen.value, tokens=tokens, rows=rows, steps=steps)

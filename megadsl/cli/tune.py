@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Tokens, blocks_on, numbers, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, numbers, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ def command(
         Effort, typer.Option("--effort", help="quick: what lost by more than 1% is not tried again. full: everything, and more pairs.")
     ] = Effort.QUICK,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the order of measurements and of restarts.")] = 0,
-    schedule: Annotated[
-        Path | None,
-        typer.Option("--schedule", exists=True, dir_okay=False, metavar="FILE", help="Begin at this schedule, not at the model's own."),
-    ] = None,
+    schedule: Schedule = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best schedule.")] = None,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="Every candidate as a line of JSON. Goes on with one that is there.")

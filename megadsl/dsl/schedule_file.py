@@ -85,6 +85,7 @@ class ScheduleFile:
     overrides: Overrides
     notes: Mapping[str, Note] = field(default_factory=lambda: MappingProxyType({}))
     path: str = field(default="", compare=False)
+    places: Mapping[str, Span] = field(default_factory=lambda: MappingProxyType({}), compare=False)  # of the head's lines
 
     @property
     def digest(self) -> str:
@@ -196,7 +197,8 @@ class _Reader:
         self.found.raise_if_any()
         assert isinstance(arch, str), "else something was found"
         overrides = Overrides(arch, tuple(map(recorded, self.decisions)))
-        return ScheduleFile(Head(**self.head), normal(overrides), MappingProxyType(self.notes), self.path)  # type: ignore[arg-type]
+        head, places = Head(**self.head), {name: self.lines[name] for name in self.head}  # type: ignore[arg-type]
+        return ScheduleFile(head, normal(overrides), MappingProxyType(self.notes), self.path, MappingProxyType(places))
 
     def _decide(self, said: Statement) -> str:
         """Keep what a statement decides; its left side."""

@@ -15,8 +15,8 @@ from megadsl.build.nvcc import NVCC_FAILED, build_cubin
 from megadsl.build.toolchain import find_tool
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model, load_model
+from megadsl.dsl.chosen import choose
 from megadsl.dsl.overrides import Override, Overrides
-from megadsl.dsl.schedule_file import load
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.contest import Contest
@@ -47,21 +47,24 @@ class Subject:
 
     @staticmethod
     def of(
-        model: str, config: Path | None, tokens: int, max_kv: int, blocks: int | None, arch: str, device: str, schedule: Path | None
+        model: str, config: Path | None, tokens: int, max_kv: int, blocks: int | None, arch: str, device: str, schedule: str | None
     ) -> Subject:
-        """From the schedule in a file, or the model's own. Raises MegadslError."""
-        kernel = load_model(model, config, max_kv)[1]
-        overrides = kernel.overrides_for(arch) if schedule is None else load(schedule).overrides
-        return Subject(model, config, tokens, max_kv, blocks, arch, device, overrides.records)
+        """From the ``schedule`` that :func:`compile_model` would take. Raises MegadslError."""
+        name, kernel, _, rows = load_model(model, config, max_kv)
+        chosen = choose(schedule, name, kernel, arch, tokens)
+        return Subject(model, config, tokens, rows, blocks, arch, device, chosen.overrides.records)
 
     def compiled(self, added: Sequence[Override] = ()) -> Compiled:
         """With these on top. Raises MegadslError."""
-        _, kernel, values, rows = load_model(self.model, self.config, self.max_kv)
-        overrides = Overrides(self.arch, (*self.records, *added))
-        found = compile_model(
-            kernel, config=values, arch=self.arch, tokens=self.tokens, max_kv=rows, blocks=self.blocks, overrides=overrides
+        return compile_model(
+            self.model,
+            config=self.config,
+            arch=self.arch,
+            tokens=self.tokens,
+            max_kv=self.max_kv,
+            blocks=self.blocks,
+            schedule=Overrides(self.arch, (*self.records, *added)),
         )
-        return replace(found, manifest={**found.manifest, "model": self.model})
 
     def scene(self, found: Compiled) -> Scene:
         return Scene(found.graph, found.schedule, machine(self.arch))
