@@ -136,11 +136,11 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
     Log(tmp_path / "log", ABOUT)
     with pytest.raises(MegadslError) as other:
         Log(tmp_path / "log", {**ABOUT, "seed": 3})
-    assert other.value.code == "MK492" and "seed was 0 and is 3" in str(other.value)
+    assert other.value.code == "MK490" and "seed was 0 and is 3" in str(other.value)
     (tmp_path / "log").write_text('{"model": "made up", "seed": 0}\n{"what": 1}\n')
     with pytest.raises(MegadslError) as broken:
         Log(tmp_path / "log", ABOUT)
-    assert broken.value.code == "MK493" and "line 2" in str(broken.value)
+    assert broken.value.code == "MK491" and "line 2" in str(broken.value)
 
 
 def test_ctrl_c_keeps_the_best(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_start_that_cannot_be_measured() -> None:
 
     with pytest.raises(MegadslError) as failed:
         search(Broken({}))
-    assert failed.value.code == "MK494" and "too many stages" in str(failed.value)
+    assert failed.value.code == "MK492" and "too many stages" in str(failed.value)
 
 
 def test_moves_that_only_help_together_are_found_from_elsewhere() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: megadsl tune llama-3.2-1b --kv 512,2000 --budget 300 --out build/tuned --log build/tune.jsonl"
 INTERRUPTED = 130
+KEPT_CORES = 2  # for the processes that search and measure
 
 
 class Effort(StrEnum):
@@ -46,7 +47,7 @@ def command(
         Path | None, typer.Option("--log", metavar="FILE", help="Every candidate as a line of JSON. Goes on with one that is there.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, metavar="N", help="Processes that build kernels. Default: one per core.")
+        int | None, typer.Option("--processes", min=1, metavar="N", help="Processes that build kernels. Default: all cores but two.")
     ] = None,
     device: On = Device.AUTO,
     config: Config = None,
@@ -65,10 +66,11 @@ def command(
     from megadsl.tune.log import Log
     from megadsl.tune.result import about, tuned, write_result
     from megadsl.tune.search import EFFORTS, Search, Settings
-    from megadsl.tune.stand import Stand, Subject
+    from megadsl.tune.stand import Stand
+from megadsl.tune.subject import Subject
 
     lengths = numbers("--kv", kv, least=0)
-    chosen, count = resolve(device), processes or os.cpu_count() or 1
+    chosen, count = resolve(device), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
     room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(tokens)) if max_kv is None else max_kv
     own = blocks_on(chosen, blocks)
     subject = Subject.of(model, config, tokens, room, own, DEFAULT_ARCH, chosen.value, schedule)

@@ -188,15 +188,9 @@ class Contest:
             program = Program(kernel.manifest, kernel.source, str(self._device), self._arenas[layout], **options)
             found = Runner(program, program.capture())
             while len(self._runners) >= LOADED:
-                self._unload(self._runners.popitem(last=False)[1])
+                self._runners.popitem(last=False)
         self._runners[kernel.key] = found
         return found
-
-    def _unload(self, runner: Runner) -> None:
-        loaded = runner.program.kernel
-        if loaded is not None:
-            torch.cuda.synchronize(self._device)
-            loaded.close()
 
     def _tokens(self, count: int) -> list[int]:
         ids: list[int] = torch.randint(0, self._graph.vocab, (count,), generator=self._random).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadsl.ir.graph import Attention, Graph, Linear
-from megadsl.ir.schedule import Flag, Schedule, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import Flag, Schedule, Sentinel, Tagged
 from megadsl.lower.tiling import tiling
 from megadsl.machine import Machine
 from megadsl.ops.cost import cost, runs, total_cost
@@ -67,12 +67,12 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
     return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
 
 
-def hand_off(scene: Scene, op: str, before: type[Sync], after: type[Sync]) -> float:
+def hand_off(scene: Scene, op: str, before: object, after: object) -> float:
     """Another wire for what ``op`` gives."""
     ring = scene.schedule.rings[0][1]
     window = (ring.meeting_window or ring.window) / KIB
-    takes: dict[type[Sync], float] = {Flag: FENCE_US * window, Tagged: TAG_US, Sentinel: 0.0}
-    return (takes[before] - takes[after]) * scene.runs(op) + TRIFLE_US
+    takes: dict[type[object], float] = {Flag: FENCE_US * window, Tagged: TAG_US, Sentinel: 0.0}
+    return (takes[type(before)] - takes[type(after)]) * scene.runs(op) + TRIFLE_US
 
 
 def held(scene: Scene, op: str, before: int, after: int) -> float:

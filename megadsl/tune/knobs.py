@@ -181,7 +181,7 @@ def _sync_turn(of: str, subjects: Callable[[Scene], Sequence[Subject]]) -> Turn:
         subjects,
         now,
         lambda scene, edge: WIRES,
-        lambda scene, edge, value: effects.hand_off(scene, edge[0], type(now(scene, edge)), type(value)),
+        lambda scene, edge, value: effects.hand_off(scene, edge[0], now(scene, edge), value),
     )
 
 

@@ -14,11 +14,11 @@ from megadsl.diagnostics import declare, error
 from megadsl.tune.decide import Gain
 
 LOG_OTHER = declare(
-    "MK492",
+    "MK490",
     "the log {path} is of another search: {differ}",
     "give another --log, or delete it; to go on with it, repeat the command that began it",
 )
-LOG_BROKEN = declare("MK493", "line {line} of {path} is no entry of a search's log", "give another --log, or delete it")
+LOG_BROKEN = declare("MK491", "line {line} of {path} is no entry of a search's log", "give another --log, or delete it")
 
 
 Spreads: TypeAlias = tuple[tuple[float, float, float], ...]
@@ -65,8 +65,8 @@ def percentiles(times: Sequence[Sequence[float]]) -> Spreads:
 class Log:
     """A file of Trials behind a line that says of which search they are; no file where ``path`` is None.
 
-    ``about`` is that line. Entries that are there are kept; a last line that was cut off is dropped. Raises MK492 where the file is of
-    another search, MK493 where it is no log.
+    ``about`` is that line. Entries that are there are kept; a last line that was cut off is dropped. Raises MK490 where the file is of
+    another search, MK491 where it is no log.
     """
 
     def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
@@ -128,8 +128,8 @@ def _read(path: Path, number: int, line: str) -> Trial:
         for key in {"ms", "base_ms"} & fields.keys():
             fields[key] = tuple(tuple(row) for row in fields[key])
         if "gain" in fields:
-            unknown = {"least": -math.inf, "most": math.inf}
-            fields["gain"] = Gain(**{k: unknown[k] if v is None else v for k, v in fields["gain"].items()})
+            known: dict[str, Any] = {k: v for k, v in fields["gain"].items() if v is not None}
+            fields["gain"] = Gain(**{"least": -math.inf, "most": math.inf, **known})
         return Trial(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as broken:
         raise error(LOG_BROKEN, path=path, line=number) from broken

@@ -14,7 +14,7 @@ from megadsl.dsl.schedule_file import Head, Note, ScheduleFile, render, written
 from megadsl.tune.bench import Built
 from megadsl.tune.search import Result
 from megadsl.tune.space import side_of
-from megadsl.tune.stand import Subject
+from megadsl.tune.subject import Subject
 
 
 def about(subject: Subject, lengths: Sequence[int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megadsl.tune.decide import LEVEL, Gain, gain
 from megadsl.tune.log import Log, Trial, percentiles
 from megadsl.tune.space import Move, Point, moves, text_of
 
-START_FAILED = declare("MK494", "the schedule to start from cannot be measured: {outcome}: {text}", "mend that schedule first")
+START_FAILED = declare("MK492", "the schedule to start from cannot be measured: {outcome}: {text}", "mend that schedule first")
 
 WORSE = 0.01  # what lost by more is not tried again where the effort is small, nor taken for a restart
 AGAIN = 0.1  # of its priority is left to what has lost before: what was never tried comes first
@@ -122,9 +122,11 @@ class Search:
         self._told: dict[str, list[float]] = {}  # knob -> microseconds that were predicted and seen
 
     def run(self) -> Result:
-        """Search until the budget is used up, nothing is left to try, or Ctrl-C. Raises MK494 where there is nothing to start from."""
+        """Search until the budget is used up, nothing is left to try, or Ctrl-C. Raises MK492 where there is nothing to start from."""
         self._deadline = self._clock() + self._settings.budget_s
         start = self._bench.built(Point())
+        if isinstance(start, Built):
+            self._build_ahead(start, self._agenda(start)[: self._settings.round_size])  # while the measuring process makes ready
         alone = start if isinstance(start, Failed) else self._bench.compare(start, start, 2, self._settings.seed)
         if isinstance(start, Failed) or isinstance(alone, Failed):
             failed = start if isinstance(start, Failed) else alone
@@ -212,10 +214,11 @@ class Search:
         while agenda:
             tried, agenda = agenda[: self._settings.round_size], agenda[self._settings.round_size :]
             points = [base.point.but(move.decisions) for move in tried]
-            self._bench.build([p for p in points if self._log.find(str(base.point), str(p)) is None])
             won: list[tuple[Trial, Move]] = []
             try:
-                for move, point in zip(tried, points, strict=True):
+                for at, (move, point) in enumerate(zip(tried, points, strict=True)):
+                    # where nothing has won yet, the next round will likely be from the same base
+                    self._build_ahead(base, [*tried[at:], *(agenda[: self._settings.round_size] if not won else ())])
                     trial = self._trial(base, point)
                     self._learn(move, trial)
                     if trial.outcome == FASTER:
@@ -229,6 +232,10 @@ class Search:
                 base = self._take(base, won, kept=kept)
                 agenda = self._agenda(base)
         return base
+
+    def _build_ahead(self, base: Built, next_moves: Sequence[Move]) -> None:
+        points = [base.point.but(move.decisions) for move in next_moves]
+        self._bench.build([p for p in points if self._log.find(str(base.point), str(p)) is None])
 
     def _agenda(self, base: Built) -> list[Move]:
         """What to try from ``base``, the likeliest first."""
