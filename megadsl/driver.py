@@ -13,7 +13,7 @@ from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
 from megadsl.dsl.kernel import Kernel, require_kernel
-from megadsl.dsl.overrides import SetScope
+from megadsl.dsl.overrides import Overrides, SetScope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
@@ -34,7 +34,8 @@ DEFAULT_MAX_KV = 2048
 
 @dataclass(frozen=True)
 class Compiled:
-    """Every stage of one compilation; ``manifest`` is what the runtime needs beside the code."""
+    """Every stage of one compilation; ``manifest`` is what the runtime needs beside the code, ``overrides`` what was decided beside
+    the compiler's own choices."""
 
     spec: Spec
     graph: Graph
@@ -43,6 +44,7 @@ class Compiled:
     source: str
     plan_text: str
     manifest: dict[str, Any]
+    overrides: Overrides
     report: Report | None = None  # of the plan checker; none where it was skipped
 
 
@@ -83,7 +85,8 @@ def compile_model(
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
     manifest = _manifest(name, state, target, chosen, report is not None)
-    return Compiled(spec, state.graph, state.schedule, state.plan, emit(state.plan), print_plan(state.plan), manifest, report)
+    source, text = emit(state.plan), print_plan(state.plan)
+    return Compiled(spec, state.graph, state.schedule, state.plan, source, text, manifest, overrides, report)
 
 
 def load_model(

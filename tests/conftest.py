@@ -15,6 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-shown", type=Path, metavar="FILE", help="write every diagnostic that the tests make; see tests/shown.py")
+    parser.addoption(
+        "--all-knobs", action="store_true", help="turn each knob of a schedule alone, in a build of its own; see tests/test_knobs.py"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 
 from megadsl.dsl.knobs import KNOBS, Knob
 from megadsl.machine import DEFAULT_ARCH
@@ -17,7 +15,7 @@ class Sample:
 
     turned: str
     beside: str = ""
-    fields: Mapping[str, int] = field(default_factory=dict)
+    fields: tuple[tuple[str, int], ...] = ()
 
 
 KV_LOADER = """
@@ -33,7 +31,7 @@ L2 = "op o_proj: l2 = 4 KiB"
 
 # On llama-tiny, 2 tokens, 5 blocks.
 TOKENS, BLOCKS = 2, 5
-TWO_TILES = MappingProxyType({"intermediate_size": 1040})  # a row group of the down projection
+TWO_TILES = (("intermediate_size", 1040),)  # a row group of the down projection
 SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("kernel", "launch"): (Sample("launch = op"),),
     ("kernel", "blocks"): (Sample("blocks = 3", "op attention: split_kv = 2"),),
@@ -60,7 +58,10 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "gather"): (Sample("op qkv_proj: gather = shared\nop o_proj: gather = shared", ALL_SENTINELS),),
     ("op", "residual"): (Sample("op o_proj: residual = exchange\nop down_proj: residual = exchange"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
-    ("edge", "sync"): (Sample("edge qkv_proj -> attention: sync = sentinel"), Sample("edge attention -> attention: sync = sentinel")),
+    ("edge", "sync"): (
+        Sample("edge qkv_proj -> attention: sync = sentinel"),
+        Sample("edge attention -> attention: sync = sentinel", "edge attention -> attention: sync = flag"),
+    ),
 }
 
 
@@ -77,3 +78,21 @@ def samples(knob: Knob) -> tuple[Sample, ...]:
 
 
 ALL = [(knob, sample) for knob in KNOBS for sample in samples(knob)]
+
+# All knobs that change code and no bits, but for one op a launch.
+TOGETHER = f"""{KV_LOADER}
+blocks = 3
+batch = 2
+ring weights: stage_bytes = 8 KiB
+op attention: loader = kv_loader
+op attention: smem = none
+op o_proj: smem = ring
+op qkv_proj: registers = 2
+{L2}
+op o_proj: ahead_of = qkv_proj
+op o_proj: hint = evict_last
+op o_proj: residual = exchange
+op attention: split_kv = 2
+op o_proj: sync = flag(slots = 4)
+edge qkv_proj -> attention: sync = sentinel(slots = 8)
+"""

@@ -51,7 +51,13 @@ def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
 @pytest.mark.parametrize(
     ("code", "key", "value", "words", "mend"),
     [
-        ("MK470", "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel'", "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        (
+            "MK470",
+            "architectures",
+            ["GPT2LMHeadModel"],
+            "'GPT2LMHeadModel'",
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
         ("MK470", "architectures", [], "[]", "write its spec"),
         ("MK471", "hidden_act", "mish", "hidden_act = 'mish', and mk.map has no such function", "silu"),
         ("MK471", "quantization_config", {"quant_method": "gptq"}, "quantization_config = 'gptq'", "bf16"),

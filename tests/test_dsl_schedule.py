@@ -246,6 +246,7 @@ UNKNOWN: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s["lm_head"].sync(mk.Tagged()), "MK154", "'any op' reads nothing from 'lm_head'", "are: none"),
     (lambda s: s.ring("weight", stages=2), "MK155", "'weight'", "did you mean 'weights'?"),
     (lambda s: s.warps(1), "MK157", "warps(1) does not match the roles: loader 1, consumer 8", "leave the consumer's warps out"),
+    (lambda s: (s.ring("weights", stages=2), s.ring("loader", stages=3)), "MK260", "'loader' and 'weights' are one ring", "keep one"),
     (lambda s: s["o_proj"].split(kv=4), "MK158", "'o_proj' is no attention", "attention ops"),
 ]
 

@@ -24,26 +24,49 @@ _WIDTH = 240  # columns, whatever the terminal has: a long line that wraps reads
 
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|CODE", help="A registered model, or FILE.py[:FUNCTION] together with --config; or a diagnostic.")
-    ],
+        str | None,
+        typer.Argument(metavar="MODEL|CODE", help="A registered model, or FILE.py[:FUNCTION] together with --config; or a diagnostic."),
+    ] = None,
     config: Config = None,
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="What schedule B changes against A: files, or default, model (the spec's own), none."),
+    ] = None,
+    knobs: Annotated[bool, typer.Option("--knobs", help="List what a schedule can decide, and what each of it changes; no MODEL.")] = False,
 ) -> None:
     """Show what the kernel of MODEL will do, or what the diagnostic CODE means.
 
-    Of a model, per op and per edge: tiles, bytes, roles, placement, sync and the floor that memory bandwidth sets. Of a code such as
-    MK113: its page of docs/diagnostics, with an example and how it is mended; options are ignored.
+    Of a model, per op and per edge: tiles, bytes, roles, placement, sync and the floor that memory bandwidth sets; with --diff what one
+    schedule changes against another. Of a code such as MK113: its page of docs/diagnostics, with an example and how it is mended; options
+    are ignored.
     """
+    if knobs:
+        from megadsl.dsl.knobs import table
+
+        _print_table(*table())
+        return
+    if model is None:
+        raise typer.BadParameter("Missing argument 'MODEL|CODE'.")
     if _CODE.fullmatch(model):
         typer.echo(_page(model.upper()), nl=False)
         return
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
+    if diff is not None:
+        from megadsl.lower.difference import difference
+
+        shared = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "blocks": blocks, "check": False}
+        a, b = (compile_model(model, **shared, schedule=side) for side in diff)  # type: ignore[arg-type]  # each has its own type
+        typer.echo(f"A: {diff[0]}\nB: {diff[1]}")
+        for columns, lines in difference(a, b):
+            _print_table(columns, lines)
+        return
     compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule)
     for columns, lines in rows(compiled):
         _print_table(columns, lines)

@@ -6,7 +6,7 @@ docs/schedules.md follow from the entry, and the tests hold it to what it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,7 +59,17 @@ _DATA, _CODE = False, True
 
 KNOBS: tuple[Knob, ...] = (
     Knob("launch", KERNEL, "s.launch(...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
-    Knob("blocks", KERNEL, "s.blocks(...)", SetCount, "blocks", Count(), _KEEPS, _CODE, "mostly data; rounds where split_kv is left to follow it"),
+    Knob(
+        "blocks",
+        KERNEL,
+        "s.blocks(...)",
+        SetCount,
+        "blocks",
+        Count(),
+        _KEEPS,
+        _CODE,
+        "mostly data; rounds where split_kv is left to follow it",
+    ),
     Knob("warps", KERNEL, "s.warps(...)", SetCount, "warps", Count(), _ROUNDS, _CODE, "of all roles"),
     Knob("batch", KERNEL, "s.batch(...)", SetCount, "batch", Count(), _KEEPS, _CODE),
     Knob("max_kv", KERNEL, "s.max_kv(...)", SetCount, "max_kv", Count(), _KEEPS, _DATA),
@@ -134,3 +144,21 @@ def _decides(d: Decision) -> tuple[object, ...]:
     if d.record is SetSync:
         return SetSync, d.subject[0], len(d.subject) > 1 and d.subject[0] == d.subject[1]
     return d.record, d.subject, d.field
+
+
+COLUMNS = ("knob", "in Python", "values", "results", "kernel", "note")
+
+
+def table() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """All knobs as text: how they are said, what they can be, whether they keep the bits of results and the kernel's code."""
+    return COLUMNS, [
+        (
+            f"{knob.of} {knob.name}",
+            knob.python,
+            knob.values.possible,
+            "same bits" if knob.same_bits else "other rounding",
+            "other code" if knob.code else "same code",
+            knob.note,
+        )
+        for knob in KNOBS
+    ]
