@@ -67,7 +67,7 @@ def command(
     from megadsl.tune.result import about, tuned, write_result
     from megadsl.tune.search import EFFORTS, Search, Settings
     from megadsl.tune.stand import Stand
-from megadsl.tune.subject import Subject
+    from megadsl.tune.subject import Subject
 
     lengths = numbers("--kv", kv, least=0)
     chosen, count = resolve(device), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
