@@ -165,7 +165,8 @@ def _stage_bytes() -> Turn:
 def _blocks(scene: Scene, of: Subject) -> list[int]:
     """Counts at which some linear's largest share becomes smaller, and all SMs; not far from what there are."""
     now, most = scene.schedule.blocks, scene.machine.sms
-    counts = {ceil_div(t.shares, ceil_div(t.shares, at)) for t in map(tiling, linears(scene.graph)) for at in (now, most, now * 3 // 4)}
+    shares = [tiling(op).shares for op in linears(scene.graph)]
+    counts = {ceil_div(n, ceil_div(n, at)) for n in shares for at in (now, most, ceil_div(3 * now, 4))}
     allowed = [n for n in counts | {most} if ceil_div(now, 2) <= n <= min(most, 2 * now)]
     return sorted(allowed, key=lambda n: abs(n - now))
 
