@@ -68,14 +68,17 @@ def compile_model(
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this model,
-    arch and tokens if there is one, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
+    says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this
+    registered model, arch and tokens if there is one and neither config nor blocks nor on is given, else the spec's own; "model",
+    the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
-    chosen = choose(schedule, name if isinstance(model, str) else None, kernel, target.arch, tokens)
+    named = name if isinstance(model, str) else None
+    as_measured = named == model and config is None and blocks is None and on is None
+    chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))

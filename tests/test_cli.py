@@ -16,6 +16,7 @@ from megadsl import cli
 from megadsl.build.gpus import Gpu
 from megadsl.cli import doctor
 from megadsl.diagnostics import declare, error, warn
+from megadsl.dsl.knobs import KNOBS
 from megadsl.source import Span
 
 REFUSED = declare("MK990", "the spec is {how}", "write a better one")
@@ -192,6 +193,50 @@ def test_run_json_is_one_object_and_nothing_else(run_cli: Cli, asked: dict[str, 
     assert json.loads(out) == {"prompt_ids": [1, 2], "ids": [3, 4, 5], "text": " Paris.", "ms_per_token": 1.25}
     assert asked["weights"] == weights
     assert asked["blocks"] == 4
+
+
+@pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace"])
+def test_schedules_are_for_every_command_that_compiles(run_cli: Cli, name: str) -> None:
+    assert "--schedule" in run_cli(name, "--help")[1]
+
+
+@pytest.mark.parametrize("command", [("compile", "m", "--out"), ("run", "m", "--device", "cpu", "--prompt"), ("explain", "m", "--arch")])
+def test_a_schedule_is_handed_on(run_cli: Cli, asked: dict[str, object], command: tuple[str, ...], tmp_path: Path) -> None:
+    assert run_cli(*command, str(tmp_path / "out"), "--schedule", "a.schedule")[0] == 0
+    assert asked["schedule"] == "a.schedule"
+
+
+def test_check_reads_a_schedule(run_cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a.schedule"
+    path.write_text("arch = sm_90a\nop o_proj: residual = exchange\n")
+    code, out, _ = run_cli("check", "llama-tiny", "--blocks", "3", "--schedule", str(path))
+    assert code == 0 and "0 findings" in out
+    path.write_text("arch = sm_90a\nop o_prj: residual = exchange\nop o_proj: residual = nowhere\nring weights: stages = 4 KiB\n")
+    code, out, err = run_cli("check", "llama-tiny", "--schedule", str(path))
+    assert code == 1 and out == ""
+    assert f"{path}:3:23: error[MK264]" in err and f"{path}:4:24: error[MK265]" in err
+    code, _, err = run_cli("check", "llama-tiny", "--schedule", str(tmp_path / "none.schedule"))
+    assert code == 1 and "MK181" in err
+
+
+def test_explain_shows_a_difference(run_cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a.schedule"
+    path.write_text("arch = sm_90a\nring weights: meeting_window = 48 KiB\n")
+    code, out, _ = run_cli("explain", "llama-tiny", "--diff", "default", str(path))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["A:", "default"] in lines and ["B:", str(path)] in lines
+    assert ["ring", "weights:", "meeting_window", "-", "48", "KiB"] in lines
+    assert ["ring", "weights:", "meeting_window", "32", "KiB", "48", "KiB"] in lines
+    assert ["kernel", "code", "the", "same", "the", "same"] in lines
+
+
+def test_explain_lists_the_knobs(run_cli: Cli) -> None:
+    code, out, _ = run_cli("explain", "--knobs")
+    shown = [line.split() for line in out.splitlines()]
+    assert code == 0 and all(any(line[:2] == [knob.of, knob.name] for line in shown) for knob in KNOBS)
+    code, _, err = run_cli("explain")
+    assert code == 2 and "MODEL|CODE" in err
 
 
 @pytest.mark.usefixtures("asked")

@@ -57,6 +57,7 @@ def test_stored_schedules_are_found(folder: Path) -> None:
     special = file_of(folder, f"{MODEL}.{DEFAULT_ARCH}.tokens-4", "tokens = 4", "ring weights: meeting_window = 9 KiB")
     read_digest = from_file(special) | {"sha256": read(special).digest}  # no blank line: it is not as it would be rendered
     assert used() == (from_file(general), 7 << 10) and used(4) == used(4, schedule="default") == (read_digest, 9 << 10)
+    assert used(4, blocks=128) == (OWN, 48 << 10), "it was measured on the whole machine"
     assert used(4, schedule="model") == (OWN, 48 << 10)
     assert used(4, schedule="none") == (OWN | {"from": "none"}, 32 << 10)
     assert used(4, schedule=general) == used(4, schedule=str(general)) == used(4, schedule=read(general)) == (from_file(general), 7 << 10)
@@ -164,6 +165,8 @@ def test_no_difference() -> None:
     decisions, derived, plan = difference(a, b)
     assert decisions[1] == [["op o_proj: hint", "evict_first", "-"]]
     assert derived[1] == [["kernel code", "the same", "the same"]] and plan[1] == []
+    gated = {line[0]: line[1:] for line in difference(made("op o_proj: smem = none"), b)[1][1]}
+    assert gated["op o_proj: smem"] == ["none", "ring"]
     more = dict(line[:2] for line in difference(made("op down_proj: columns = 8"), b)[1][1])
     assert more["hops per layer"] == "7" and more["exchange down_proj.parts"]
 

@@ -3,7 +3,7 @@
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
 scale, gather, residual, regs (all ops), gather_OP, residual_OP, regs_OP, hint_OP (of one op; regs: tiles in registers, hint: cache
 policy), l2 (KiB ahead for gate_up), chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of
-its columns).
+its columns). Or one knob, file: a schedule file, or none, model, default, as --schedule of megadsl has them.
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -93,6 +93,8 @@ def split_columns(s: Any, graph: Graph, op: str, ways: str) -> None:
 
 def compile_variant(model: str, tokens: int, knobs: dict[str, str], max_kv: int | None = None) -> Compiled:
     """The model under the variant's schedule, in place of its own, with caches of ``max_kv`` rows."""
+    if "file" in knobs:
+        return compile_model(model, tokens=tokens, max_kv=max_kv, schedule=knobs["file"])
     found, config = load(model, None)
     kernel = mk.kernel(found.function)
     graph = compile_model(model, tokens=tokens).graph

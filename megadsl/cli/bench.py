@@ -58,15 +58,8 @@ def command(
     rows: list[Row] = []
 
     def subject_of(count: int, *, apart: bool = False, **options: Any) -> Subject:
-        own = blocks_on(chosen, blocks)
-        shared: dict[str, Any] = {
-            "config": config,
-            "arch": DEFAULT_ARCH,
-            "tokens": count,
-            "max_kv": room,
-            "blocks": own,
-            "schedule": schedule,
-        }
+        own = {"tokens": count, "max_kv": room, "blocks": blocks_on(chosen, blocks)}
+        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "schedule": schedule, **own}
         return Subject(compile_model(model, **shared), chosen.value, options, _apart(model, shared) if apart else None)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU

@@ -29,9 +29,7 @@ def command(
     mutants: Annotated[
         bool, typer.Option("--mutants", help="Also break the plan, and with --seeds the kernel, in every way that the checks must notice.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: findings, seconds, proved, seeds, schedules, mutants.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings, seconds, proved, seeds, schedules, mutants as JSON.")] = False,
 ) -> None:
     """Prove that the kernel of MODEL synchronises rightly, without a GPU and without compiling it.
 

@@ -38,15 +38,16 @@ class Chosen:
         return {"from": self.origin, "name": self.name, "sha256": self.digest}
 
 
-def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int) -> Chosen:
+def choose(asked: Asked, model: str | None, kernel: Kernel, arch: str, tokens: int, *, as_measured: bool = True) -> Chosen:
     """The decisions for ``model`` (its registered name, or what a file may call it; None for a bare kernel).
 
     ``asked``: a schedule file, its path, Overrides, or a word: "default" (as None: the stored schedule where there is one, else the
-    spec's own), "model" (the spec's own), "none" (no decision). MK268 for another arch, a warning MK269 for another model or other
-    tokens; and what reading the file finds.
+    spec's own), "model" (the spec's own), "none" (no decision). ``as_measured``: a registered model, as it is, on the
+    whole machine; stored schedules are used only then. MK268 for another arch, a warning MK269 for another
+    model or other tokens; and what reading the file finds.
     """
     if asked is None or asked == DEFAULT:
-        path = None if model is None else stored(model, arch, tokens)
+        path = None if model is None or not as_measured else stored(model, arch, tokens)
         return _own(kernel, arch) if path is None else _from_file(load(path), model, arch, tokens)
     if asked == OWN:
         return _own(kernel, arch)

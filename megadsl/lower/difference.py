@@ -62,7 +62,8 @@ def _said(of: str, record: object) -> Iterator[tuple[str, str]]:
         value = getattr(record, f.name)
         knob = written.get(f.name)
         if isinstance(value, str | int | None):
-            yield (knob.name, knob.values.write(value)) if knob and value else (knob.name if knob else f.name, str(value))
+            shown = UNSAID if value is None else knob.values.write(value) if knob else str(value)
+            yield knob.name if knob else f.name, shown
 
 
 def _derived(side: Side) -> Iterator[tuple[str, str]]:
