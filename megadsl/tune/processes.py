@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult
 from typing import Any, Generic, TypeVar
@@ -113,7 +114,8 @@ def _serve(end: Connection, factory: Callable[[], Any]) -> None:
             except Unfit as unfit:
                 end.send(("unfit", unfit.outcome, unfit.text, unfit.code))
     except Exception as problem:
-        end.send(("crashed", f"{type(problem).__name__}: {problem}"))
+        with suppress(OSError):  # where nobody listens any more there is nobody to tell
+            end.send(("crashed", f"{type(problem).__name__}: {problem}"))
 
 
 class Builders(Generic[Item, Result]):

@@ -26,6 +26,7 @@ START_FAILED = declare("MK492", "the schedule to start from cannot be measured: 
 WORSE = 0.01  # what lost by more is not tried again where the effort is small, nor taken for a restart
 AGAIN = 0.1  # of its priority is left to what has lost before: what was never tried comes first
 TRUST = 5.0  # microseconds of predictions after which what was seen of a knob counts as much as the model
+DESCENT = 0.8  # of the budget, at most, goes to the first descent
 AWAY = 3  # moves of a restart
 
 
@@ -123,7 +124,9 @@ class Search:
 
     def run(self) -> Result:
         """Search until the budget is used up, nothing is left to try, or Ctrl-C. Raises MK492 where there is nothing to start from."""
-        self._deadline = self._clock() + self._settings.budget_s
+        began = self._clock()
+        self._deadline = began + self._settings.budget_s
+        self._until = began + DESCENT * self._settings.budget_s  # the rest is for leaving out what is idle
         start = self._bench.built(Point())
         if isinstance(start, Built):
             self._build_ahead(start, self._agenda(start)[: self._settings.round_size])  # while the measuring process makes ready
@@ -149,7 +152,13 @@ class Search:
         return Result(start, best, tuple(self._state.steps), total, times, self._state.trials, dict(self._state.outcomes), interrupted)
 
     def _all(self) -> None:
-        self._descend(self._state.best, kept=True)
+        try:
+            self._descend(self._state.best, kept=True)
+        except _TimeIsUp:
+            self._until = self._deadline
+            self._prune()
+            return
+        self._until = self._deadline
         self._prune()
         for number in range(self._settings.effort.restarts):
             away = self._away(random.Random(f"{self._settings.seed} {number}"))
@@ -300,7 +309,7 @@ class Search:
         found = self._log.find(str(base.point), str(point))
         if found is None or (not look and found.gain is not None and found.gain.pairs < self._settings.effort.confirm):
             began = self._clock()
-            if began > self._deadline:
+            if began > self._until:
                 raise _TimeIsUp
             found = replace(self._measured(base, point, look=look), seconds=self._clock() - began)
             self._log.add(found)
