@@ -40,6 +40,8 @@ class Landscape:
     drift: float = 0.0
     measured: list[str] = field(default_factory=list)
     asked: int = 0
+    loading: float = 0.0  # what a twin takes more
+    twins: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.noise_seed)
@@ -66,12 +68,16 @@ class Landscape:
             if isinstance(failed, Failed) and failed.outcome != "wrong":
                 return failed
         rows: tuple[list[float], list[float]] = ([], [])
-        takes = [self.ms(built.point) for built in (base, candidate)]
+        takes = [self.ms(built.point) * (1 + self.loading * (built.kernel == "twin")) for built in (base, candidate)]
         for _ in range(pairs):
             self._slow *= 1 + self.drift
             for row, ms in zip(rows, takes, strict=True):
                 row.append(ms * self._slow * math.exp(self._chance.gauss(0, self.noise)))
         return Times((tuple(rows[0]),), (tuple(rows[1]),))
+
+    def twin(self, built: Built, number: int) -> Built:
+        self.twins.append(number)
+        return replace(built, kernel="twin") if self.loading else built
 
     def verify(self, base: Built, candidate: Built) -> Failed | None:
         for text in self._texts(candidate.point):

@@ -77,6 +77,14 @@ def test_the_bound_holds_as_often_as_it_says() -> None:
     assert 0.02 < above / trials < 0.08
 
 
+def test_what_loading_is_worth_is_no_gain() -> None:
+    """Where one kernel differs from itself by half a percent, as much of a candidate says nothing."""
+    factors = {"batch = 4": 0.997, "op o_proj: residual = block": 0.98}
+    careful, trusting = (search(Landscape(factors, noise=1e-3, loading=loading)) for loading in (0.005, 0.0))
+    assert careful.floor == pytest.approx(0.005, abs=1e-3) and str(careful.best.point) == "op o_proj: residual = block"
+    assert trusting.floor == pytest.approx(LEAST_GAIN, abs=5e-4) and "batch = 4" in str(trusting.best.point)
+
+
 def test_the_signed_rank_distribution() -> None:
     """Against all 2^n signs."""
     for pairs in (3, 8):

@@ -63,7 +63,7 @@ def test_a_decision_under_another_name_is_replaced(tmp_path: Path) -> None:
     point = Point().but(d for move in moves(scene) if str(move) in wanted for d in move.decisions)
     found = subject.compiled(point.records)
     built = Built(point, "", "", subject.scene(found), None)
-    result = Result(built, built, (), None, None, 0, {}, False)
+    result = Result(built, built, (), None, None, 0.001, 0, {}, False)
     write_result(out, tuned(subject, LENGTHS, result, {}))
     assert [line for line in out.read_text().splitlines() if ": " in line and "#" not in line] == [*wanted]
     assert compile_model("llama-tiny", max_kv=96, blocks=2, schedule=out).schedule == found.schedule

@@ -120,6 +120,7 @@ def _lines(result: Result) -> Iterator[str]:
         yield f"{step.gain}: {step.text}"
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items(), key=lambda item: -item[1]))
     yield f"{result.trials} candidates: {outcomes or 'none'}" + ("; interrupted" if result.interrupted else "")
+    yield f"gains from {result.floor:.2%} on were taken: the same kernel, loaded again, differs by up to that"
     if result.times is None or result.total is None:
         yield "the schedule to start from is the best that was found" if not result.steps else "the last comparison was not made"
         return

@@ -63,6 +63,9 @@ class Bench(Protocol):
     def compare(self, base: Built, candidate: Built, pairs: int, seed: int) -> Times | Failed:
         """Time both in ``pairs`` pairs, in an order by ``seed``."""
 
+    def twin(self, built: Built, number: int) -> Built:
+        """The same kernel, loaded once more: what it differs by is what loading is worth."""
+
     def verify(self, base: Built, candidate: Built) -> Failed | None:
         """Whether the candidate computes what the base does: the same bits where their ``rounding`` is equal, else as well as torch."""
 

@@ -54,6 +54,7 @@ def _as_decided(decision: Decision, best: Built) -> Decision:
 def _top(result: Result, known: Mapping[str, Any]) -> Iterator[str]:
     yield f"found by megadsl tune in {result.trials} candidates"
     yield ", ".join(f"{key} {value}" for key, value in known.items() if key not in ("start", "model", "tokens"))
+    yield f"gains from {result.floor:.2%} on were taken"
     for base, best in result.medians:
         yield f"{base:.4f} ms to start from, {best:.4f} ms with this schedule"
     if result.total is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from megadsl.diagnostics import declare, error
 from megadsl.dsl.overrides import Decision
 from megadsl.tune.bench import FASTER, SAME, SLOWER, SPILLED, Bench, Built, Failed, Times
-from megadsl.tune.decide import LEVEL, Gain, gain
+from megadsl.tune.decide import LEAST_GAIN, LEVEL, Gain, gain
 from megadsl.tune.log import Log, Trial, percentiles
 from megadsl.tune.space import Move, Point, moves, text_of
 
@@ -27,6 +27,7 @@ WORSE = 0.01  # what lost by more is not tried again where the effort is small, 
 AGAIN = 0.1  # of its priority is left to what has lost before: what was never tried comes first
 TRUST = 5.0  # microseconds of predictions after which what was seen of a knob counts as much as the model
 DESCENT = 0.8  # of the budget, at most, goes to the first descent
+TWINS = 3
 AWAY = 3  # moves of a restart
 
 
@@ -69,13 +70,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """``total`` is measured from ``start`` to ``best`` directly; None where there was no time, or nothing was gained."""
+    """``total`` is measured from ``start`` to ``best`` directly; None where there was no time, or nothing was gained. Gains below ``floor``
+    were not taken: one kernel, loaded twice, differs by so much."""
 
     start: Built
     best: Built
     steps: tuple[Step, ...]
     total: Gain | None
     times: Times | None
+    floor: float
     trials: int
     outcomes: Mapping[str, int]
     interrupted: bool
@@ -130,12 +133,9 @@ class Search:
         start = self._bench.built(Point())
         if isinstance(start, Built):
             self._build_ahead(start, self._agenda(start)[: self._settings.round_size])  # while the measuring process makes ready
-        alone = start if isinstance(start, Failed) else self._bench.compare(start, start, 2, self._settings.seed)
-        if isinstance(start, Failed) or isinstance(alone, Failed):
-            failed = start if isinstance(start, Failed) else alone
-            assert isinstance(failed, Failed)
+        failed = start if isinstance(start, Failed) else self._calibrate(start)
+        if isinstance(start, Failed) or failed is not None:
             raise error(START_FAILED, outcome=failed.outcome, text=failed.text)
-        self._step_us = 1e3 * sum(row[-1] for row in alone.base) / len(alone.base)
         self._state = State(start)
         interrupted, total, times = False, None, None
         try:
@@ -149,7 +149,20 @@ class Search:
             found = self._bench.compare(start, best, self._settings.effort.confirm, self._settings.seed)
             if isinstance(found, Times):
                 total, times = gain(found.logs, self._settings.level), found
-        return Result(start, best, tuple(self._state.steps), total, times, self._state.trials, dict(self._state.outcomes), interrupted)
+        outcomes = dict(self._state.outcomes)
+        return Result(start, best, tuple(self._state.steps), total, times, self._floor, self._state.trials, outcomes, interrupted)
+
+    def _calibrate(self, start: Built) -> Failed | None:
+        """How long a step takes, and what the same kernel differs by when it is loaded again: a gain has to be larger than that."""
+        self._floor = LEAST_GAIN
+        for number in range(TWINS):
+            seed = self._settings.seed + number
+            found = self._bench.compare(start, self._bench.twin(start, number), self._settings.effort.confirm, seed)
+            if isinstance(found, Failed):
+                return found
+            self._step_us = 1e3 * statistics.fmean(map(statistics.median, found.base))
+            self._floor = max(self._floor, abs(gain(found.logs, self._settings.level).median))
+        return None
 
     def _all(self) -> None:
         try:
@@ -339,7 +352,7 @@ class Search:
             trial = replace(trial, outcome=SLOWER, gain=found, ms=percentiles(times.candidate), base_ms=percentiles(times.base))
             if found.median <= 0:
                 return trial
-        if found is None or not found.proved:
+        if found is None or not found.proved or found.median < self._floor:
             return trial
         wrong = self._bench.verify(base, built)
         if wrong is not None:

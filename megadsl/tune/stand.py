@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megadsl.build.gpus import fingerprint
@@ -38,6 +39,9 @@ class Stand:
         except Unfit as unfit:
             return Failed(unfit.outcome, unfit.text, unfit.code)
         return Times(ours, theirs)
+
+    def twin(self, built: Built, number: int) -> Built:
+        return replace(built, kernel=replace(built.kernel, key=f"{built.key} twin {number}"))
 
     def verify(self, base: Built, candidate: Built) -> Failed | None:
         same = base.rounding == candidate.rounding
