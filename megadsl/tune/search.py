@@ -133,9 +133,10 @@ class Search:
         start = self._bench.built(Point())
         if isinstance(start, Built):
             self._build_ahead(start, self._agenda(start)[: self._settings.round_size])  # while the measuring process makes ready
-        failed = start if isinstance(start, Failed) else self._calibrate(start)
-        if isinstance(start, Failed) or failed is not None:
-            raise error(START_FAILED, outcome=failed.outcome, text=failed.text)
+        unfit = start if isinstance(start, Failed) else self._calibrate(start)
+        if unfit is not None:
+            raise error(START_FAILED, outcome=unfit.outcome, text=unfit.text)
+        assert isinstance(start, Built), "else it is unfit"
         self._state = State(start)
         interrupted, total, times = False, None, None
         try:
