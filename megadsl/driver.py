@@ -74,7 +74,7 @@ def compile_model(
     the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
-    name, kernel, values, rows = _load(model, config, max_kv)
+    name, kernel, values, rows = load_model(model, config, max_kv)
     spec = kernel.trace(values, tokens=tokens)
     target = on or machine(arch)
     named = name if isinstance(model, str) else None
@@ -93,8 +93,10 @@ def compile_model(
     return Compiled(spec, state.graph, state.schedule, state.plan, source, text, manifest, overrides, report)
 
 
-def _load(model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None) -> tuple[str, Kernel, dict[str, Any], int]:
-    """Name, kernel, configuration and rows of the KV cache."""
+def load_model(
+    model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None
+) -> tuple[str, Kernel, dict[str, Any], int]:
+    """Name, kernel, configuration and rows of the KV cache of what :func:`compile_model` takes as a model."""
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv
     if not isinstance(model, str):
         require_kernel(model)

@@ -95,7 +95,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert min(times) < 1.5
 
 
-@pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace", "doctor"])
+@pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace", "tune", "doctor"])
 def test_each_command_has_help_with_an_example(run_cli: Cli, name: str) -> None:
     code, out, _ = run_cli(name, "--help")
     assert code == 0
@@ -104,7 +104,7 @@ def test_each_command_has_help_with_an_example(run_cli: Cli, name: str) -> None:
 
 def test_no_arguments_shows_the_commands(run_cli: Cli) -> None:
     _, out, err = run_cli()
-    assert all(name in out + err for name in ("compile", "check", "run", "bench", "explain", "trace", "doctor"))
+    assert all(name in out + err for name in ("compile", "check", "run", "bench", "explain", "trace", "tune", "doctor"))
 
 
 def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ FLOORS: list[set[str]] = [
     {"emulate"},
     {"runtime", "trace"},
     {"torch"},
-    {"tune"},
     {"driver"},
+    {"tune"},
     {"cli"},
     {"__main__"},
 ]

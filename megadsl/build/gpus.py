@@ -64,3 +64,16 @@ def _describe(index: int) -> Gpu:
         memory=int(_driver.cuDeviceTotalMem(device)[1]),
         cooperative=bool(value(attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)),
     )
+
+
+def fingerprint(index: int = 0) -> dict[str, object]:
+    """What times on a GPU depend on: ``gpu`` (its name), ``sms``, ``driver`` (CUDA version), ``sm_mhz`` and ``memory_mhz`` (highest
+    clocks). Empty where there is none."""
+    found = gpus()
+    if index >= len(found):
+        return {}
+    device = _driver.cuDeviceGet(index)[1]
+    kinds = _driver.CUdevice_attribute
+    clocks = {"sm_mhz": kinds.CU_DEVICE_ATTRIBUTE_CLOCK_RATE, "memory_mhz": kinds.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE}
+    rates = {name: int(_driver.cuDeviceGetAttribute(kind, device)[1]) // 1000 for name, kind in clocks.items()}
+    return {"gpu": found[index].name, "sms": found[index].sms, "driver": driver_version(), **rates}

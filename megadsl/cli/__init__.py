@@ -15,6 +15,7 @@ from megadsl.cli import doctor as _doctor
 from megadsl.cli import explain as _explain
 from megadsl.cli import run as _run
 from megadsl.cli import trace as _trace
+from megadsl.cli import tune as _tune
 from megadsl.cli.options import Command
 from megadsl.diagnostics import MegadslError, MegadslWarning
 from megadsl.version import __version__
@@ -45,6 +46,7 @@ app.command("check", cls=Command, epilog=_check.EXAMPLE)(_check.command)
 app.command("run", cls=Command, epilog=_run.EXAMPLE)(_run.command)
 app.command("bench", cls=Command, epilog=_bench.EXAMPLE)(_bench.command)
 app.command("explain", cls=Command, epilog=_explain.EXAMPLE)(_explain.command)
+app.command("tune", cls=Command, epilog=_tune.EXAMPLE)(_tune.command)
 app.command("trace", cls=Command, epilog=_trace.EXAMPLE)(_trace.command)
 app.command("doctor", cls=Command, epilog=_doctor.EXAMPLE)(_doctor.command)
 

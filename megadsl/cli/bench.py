@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, resolve
+from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, numbers, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -53,7 +53,7 @@ def command(
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
 
-    counts, lengths = _numbers("--tokens", tokens, least=1), _numbers("--kv", kv, least=0)
+    counts, lengths = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0)
     chosen = resolve(device)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
     rows: list[Row] = []
@@ -107,14 +107,3 @@ def _traced(manifest: Mapping[str, Any], plain: Timed, recorded: Timed, out: Pat
 def _write(out: Path, results: Mapping[str, object]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _numbers(option: str, text: str, least: int) -> list[int]:
-    """The integers of a comma-separated list."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < least:
-        raise typer.BadParameter(f"{text!r} is no list like 1,5,16 of numbers from {least} up", param_hint=option)
-    return found

@@ -79,3 +79,14 @@ def resolve(device: Device) -> Device:
 def blocks_on(device: Device, blocks: int | None) -> int | None:
     """The ``blocks`` that were asked for; in the emulator, few where none were."""
     return EMULATED_BLOCKS if device is Device.CPU and blocks is None else blocks
+
+
+def numbers(option: str, text: str, least: int) -> list[int]:
+    """The integers of a comma-separated list, each at least ``least``."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise typer.BadParameter(f"{text!r} is no list like 1,5,16 of numbers from {least} up", param_hint=option)
+    return found

@@ -64,13 +64,14 @@ class Clock:
         share = -(-replays // rounds)
         found: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
         for contestant in contestants:
-            self._spent(contestant, _WARM_UP if self._device.type == "cuda" else 1)
+            self.spent(contestant, _WARM_UP if self._device.type == "cuda" else 1)
         for _ in range(rounds):
             for contestant in contestants:
-                found[contestant.name] += self._spent(contestant, share)
+                found[contestant.name] += self.spent(contestant, share)
         return {name: Spread.of(times) for name, times in found.items()}
 
-    def _spent(self, contestant: Contestant, count: int) -> list[float]:
+    def spent(self, contestant: Contestant, count: int) -> list[float]:
+        """Milliseconds of each of ``count`` runs, one after the other."""
         return self._by_events(contestant, count) if self._device.type == "cuda" else self._by_wall(contestant, count)
 
     def _by_events(self, contestant: Contestant, count: int) -> list[float]:

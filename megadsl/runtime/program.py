@@ -75,7 +75,8 @@ class Program:
     """One kernel and the memory it works in.
 
     ``manifest`` and ``source`` (the text of kernel.cu) are the compiler's; ``weights`` is the packed arena on ``device``
-    ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU. ``timeout_s`` is how long a wait
+    ("cuda", "cuda:N" or "cpu", which is the emulator). ``cubin`` spares the build on a GPU; ``kv`` is a KV arena of the manifest's size
+    that programs share, in place of one of its own. ``timeout_s`` is how long a wait
     may last on a GPU, ``patience_s`` how long the host waits while no launch ends (other work may keep the GPU); ``seed`` and
     ``policy`` order the emulator's schedule. ``defines`` are compile-time switches; with TRACE among them each launch leaves its
     timeline in ``buffers["trace"]`` (megadsl.trace), which is empty otherwise.
@@ -97,6 +98,7 @@ class Program:
         weights: torch.Tensor,
         *,
         cubin: Path | None = None,
+        kv: torch.Tensor | None = None,
         timeout_s: float = 2.0,
         patience_s: float = 30.0,
         seed: int = 0,
@@ -114,7 +116,7 @@ class Program:
         self.emulator: Emulator | None = None
         self.kernel: CudaKernel | None = None
         self.report: LaunchReport | None = None
-        self.buffers = self._allocate(weights)
+        self.buffers = self._allocate(weights, kv)
         self._queue = self._make_queue(patience_s, timeout_s) if self.device.type == "cuda" else None
         self._fill_exchange()
         self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6), self._turn)
@@ -216,13 +218,14 @@ class Program:
         """The address of each buffer by name; 0 for one of no bytes."""
         return {name: t.data_ptr() if t.numel() else 0 for name, t in self.buffers.items()}
 
-    def _allocate(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _allocate(self, weights: torch.Tensor, kv: torch.Tensor | None) -> dict[str, torch.Tensor]:
         sizes = self.manifest["buffers"]
         if weights.numel() * weights.element_size() != sizes["weights"] or weights.device != self.device:
             got = weights.numel() * weights.element_size()
             raise error(ARENA_SIZE, got=got, device=weights.device, want=sizes["weights"], wanted=self.device)
-        buffers = {name: torch.zeros(sizes[name], dtype=torch.uint8, device=self.device) for name in BUFFERS if name != "weights"}
-        buffers["weights"] = weights
+        given = {"weights": weights} | ({"kv": kv} if kv is not None else {})
+        buffers = {name: torch.zeros(sizes[name], dtype=torch.uint8, device=self.device) for name in BUFFERS if name not in given}
+        buffers |= given
         rope = self.manifest["rope"]
         if rope is not None:
             table = rope_table(rope_of(rope), self.manifest["max_kv"])
