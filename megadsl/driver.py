@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
-from megadsl.check import Report, check_plan, without_needless_barriers
+from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
@@ -84,7 +84,6 @@ def compile_model(
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
     state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
-    state.plan = without_needless_barriers(state.plan)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
@@ -93,9 +92,7 @@ def compile_model(
     return Compiled(spec, state.graph, state.schedule, state.plan, source, text, manifest, overrides, report)
 
 
-def load_model(
-    model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None
-) -> tuple[str, Kernel, dict[str, Any], int]:
+def load_model(model: str | Kernel, config: Path | Mapping[str, Any] | None, max_kv: int | None) -> tuple[str, Kernel, dict[str, Any], int]:
     """Name, kernel, configuration and rows of the KV cache of what :func:`compile_model` takes as a model."""
     rows = DEFAULT_MAX_KV if max_kv is None else max_kv
     if not isinstance(model, str):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants, score_pl
 from megadsl.cli import app
 from megadsl.driver import Compiled, compile_model
 from megadsl.emit import emit
-from megadsl.emulate.abi import Point
+from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants, places
@@ -26,6 +25,7 @@ from megadsl.resources import include
 from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
+from tools.syncs import synced
 
 SM90 = machine("sm_90a")
 
@@ -126,15 +126,18 @@ def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, ju
     assert not verdict.killed_by and not verdict.possible
 
 
+DIRECT = {"run_direct", "run_heads"}  # kernels whose inputs arrive in registers, below
+
+
 def test_arguments_about_kernels_name_places_that_exist(found: tuple[Place, ...]) -> None:
     for e in EQUIVALENT:
-        assert any(place.kind is e.kind and place.within(e.function) for place in found), e
+        assert e.function in DIRECT or any(place.kind is e.kind and place.within(e.function) for place in found), e
 
 
-def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(facts: Facts, tmp_path: Path) -> None:
+def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(facts: Facts) -> None:
     every = mutants(facts.places, 10**6)
 
-    function = {e.argument: e.function for e in EQUIVALENT}
+    function = {e.argument: e.function for e in EQUIVALENT if e.function not in DIRECT}
 
     def argued(some: Facts) -> set[str]:
         return {function[argument] for m in every if (argument := argument_for(m, some))}
@@ -146,11 +149,28 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
     lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
     assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
     refused = edited(facts.plan, lambda i: None if i.call == "gather" else i)
-    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain"}
-    shutil.copytree(include() / "megadsl", tmp_path / "megadsl")
-    with (tmp_path / "megadsl" / "block.h").open("a") as header:
-        header.write("if (ptx::ld_shared_volatile(smem.meeting) != 0) return;\n")
-    assert argued(replace(facts, headers=tmp_path)) == held - {"Block::meeting"}
+    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain", "Publication::publish", "run_attention"}
+
+
+def test_arguments_about_inputs_in_registers_hold_only_where_their_facts_do() -> None:
+    kernel, config = synced("llama-tiny-odd", "sentinel")
+    made = compile_model(kernel, config=config, blocks=5, max_kv=MAX_KV).plan
+    frames = (Frame("mk::Reader::release", "ring.h", 1), Frame("run_direct", "direct.h", 1))
+    place = Place(Point.WARP_BARRIER, "consumer", "o_proj", "", frames, "", ())
+    facts = Facts(made, (place,), include())
+    assert argument_for(Mutant(place, Change.DROP), facts)  # taken before the splits are merged, behind which the block meets
+    assert not argument_for(Mutant(replace(place, op="down_proj"), Change.DROP), facts)
+    inner = replace(place, frames=(frames[0], Frame("multiply_from_ring", "direct.h", 1), frames[1]))
+    assert not argument_for(Mutant(inner, Change.DROP), facts)
+
+
+def test_a_word_that_only_hints_is_read_for_the_window_alone() -> None:
+    """So that no mutant need be made of storing it: whatever it says, the same load waits for its stage's empty phase."""
+    lines = [line.strip() for path in sorted((include() / "megadsl").rglob("*.h")) for line in path.read_text().splitlines()]
+    reads = [line for line in lines if re.search(r"ld_shared\w*(<\w+>)?\([^;]*meeting", line)]
+    assert [line.startswith("MK_DEV u32 now() const") for line in reads] == [True]
+    assert [line for line in lines if "window.now()" in line] == ["while (in_flight >= window.now())"]
+    assert sum("st_shared_hint(" in line and "MK_" not in line for line in lines) == 1
 
 
 def test_the_command_counts_them() -> None:

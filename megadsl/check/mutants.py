@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from megadsl.check.areas import Access, Meet, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
+from megadsl.check.memory import LAYERS, TURNS, block_kinds
 from megadsl.check.model import Device
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.shape import ident
@@ -113,6 +115,40 @@ def _asked_in_each_layer(plan: Plan, _: PlanMutant) -> bool:
     return set().union(*asked, range(units)) >= set(range(device.blocks))
 
 
+def _kept_apart(_: Plan, mutant: PlanMutant) -> bool:
+    """Whether the barriers that are left keep all that a block's warps do around the publication apart."""
+    device = Device(mutant.plan)
+    return all(_clear(window) for block in block_kinds(device) for window in _windows(device, block, mutant.where))
+
+
+def _windows(device: Device, block: int, where: str) -> Iterator[list[Access]]:
+    """What the block does between the barriers before and behind each publication of an op."""
+    window: list[Access] = []
+    for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)), Meet("")):
+        if isinstance(event, Access):
+            window.append(event)
+            continue
+        if any(f"{a.step.instr.call} of {a.step.instr.op} (" in where for a in window):
+            yield window
+        window = []
+
+
+def _clear(window: list[Access]) -> bool:
+    """No two of the accesses touch the same bytes, one of them writing, unless one warp does both or one instruction deals them out."""
+    for at, a in enumerate(window):
+        for b in window[at + 1 :]:
+            touch = a.begin < b.begin + b.size and b.begin < a.begin + a.size
+            if touch and (a.write or b.write) and not (a.solo and b.solo) and a.step != b.step:
+                return False
+    return True
+
+
+def _met_behind_queries(plan: Plan, _: PlanMutant) -> bool:
+    queries = {op.q.value for op in Device(plan).ops[1]}
+    found = (i for program in plan.programs for i in _instructions(program) if i.call == "publish" and i.args["value"] in queries)
+    return all(i.syncs for i in found)
+
+
 EQUIVALENT = (
     Equivalent(
         "a round late (round)",
@@ -134,6 +170,19 @@ EQUIVALENT = (
         "in every layer each block is waited for as one that has something: a part of a value that is gathered whole, or a unit of an"
         " attention whose merge is",
         _asked_in_each_layer,
+    ),
+    Equivalent(
+        "barrier 'idle' dropped",
+        "attention of",
+        "publishing the queries, by one warp alone or under a flag, ends with a barrier behind the last read of what was staged",
+        _met_behind_queries,
+    ),
+    Equivalent(
+        "barrier 'done' dropped",
+        "publish of",
+        "no two accesses to the same bytes are kept apart by it alone: in every kind of block the next barrier comes before others touch"
+        " what the first warp still reads",
+        _kept_apart,
     ),
     Equivalent(
         "half the bytes",

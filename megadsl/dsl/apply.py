@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetLoader,
     SetPrefetch,
+    SetRegisters,
     SetRing,
     SetRole,
     SetScale,
@@ -49,7 +50,7 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (SetRole, SetRing, SetCount, SetScope, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -75,14 +76,12 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return _ring(schedule, record, overrides, found)
         case SetCount(field="warps"):
             return _warps(schedule, record, overrides, found)
-        case SetCount(field="blocks"):
-            return replace(schedule, blocks=record.value)
-        case SetCount(field="batch"):
-            return replace(schedule, batch=record.value)
-        case SetCount():
-            return replace(schedule, max_kv=record.value)
+        case SetCount():  # blocks, batch, max_kv
+            return replace(schedule, **{record.field: record.value})  # type: ignore[arg-type]
         case SetScope():
             return replace(schedule, scope=record.scope, resident=2 if record.scope == "op" else 1)
+        case SetRegisters():
+            return replace(schedule, registers=record.registers)
         case SetSync():
             return _sync(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():

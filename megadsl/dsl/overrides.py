@@ -34,6 +34,14 @@ class SetScope:
 
 
 @dataclass(frozen=True)
+class SetRegisters:
+    """Which registers the threads of a block have."""
+
+    registers: str
+    span: Span = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True)
 class SetRole:
     """Fields of a role: warps, kind. With a kind the role need not exist: it is added."""
 
@@ -97,7 +105,7 @@ class SetSync:
     span: Span = dataclasses.field(compare=False)
 
 
-Override: TypeAlias = SetCount | SetScope | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+Override: TypeAlias = SetCount | SetScope | SetRegisters | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,8 @@ def decided(record: Override) -> Iterator[Decision]:
             yield Decision(SetCount, (), record.field, record.value, record.span)
         case SetScope():
             yield Decision(SetScope, (), "scope", record.scope, record.span)
+        case SetRegisters():
+            yield Decision(SetRegisters, (), "block_registers", record.registers, record.span)
         case SetRole():
             yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
         case SetRing():
@@ -163,6 +173,8 @@ def recorded(decision: Decision) -> Override:
             return SetCount(decision.field, value, span)
         case kind if kind is SetScope:
             return SetScope(value, span)
+        case kind if kind is SetRegisters:
+            return SetRegisters(value, span)
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:

@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetLoader,
     SetPrefetch,
+    SetRegisters,
     SetRing,
     SetRole,
     SetScale,
@@ -39,6 +40,7 @@ SCALES = ("before", "after")
 GATHERS = ("shared", "registers")
 RESIDUALS = ("block", "exchange")
 SCOPES = ("step", "op")
+BLOCK_REGISTERS = ("launched", "moved")
 
 
 class _Keep:
@@ -106,6 +108,13 @@ class ScheduleBlock:
         span = caller_span()
         self.choice("launch scope", scope, SCOPES, span)
         self.record(SetScope(scope, span))
+
+    def registers(self, which: str) -> None:
+        """Registers of a block's threads: "launched", each has as many; "moved": the loaders leave what they do not need to the
+        consumers (setmaxnreg), for kernels that would spill. Needs whole warpgroups of consumers. Bit-identical."""
+        span = caller_span()
+        self.choice("registers", which, BLOCK_REGISTERS, span)
+        self.record(SetRegisters(which, span))
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""

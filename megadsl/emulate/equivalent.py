@@ -5,13 +5,13 @@ Each argument rests on facts about this kernel, its plan and its headers, and co
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from megadsl.check import check_plan
+from megadsl.check.edits import edited
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import Mutant, Place
@@ -36,10 +36,13 @@ class Facts:
         """Whether any launch synchronised within a function of the headers, by its bare name."""
         return any(frame.function.rpartition("::")[2] == function for place in self.places for frame in place.frames)
 
-    def lines(self, pattern: str) -> list[str]:
-        """The lines of all headers of the kernel in which a regular expression is found."""
-        headers = sorted((self.headers / "megadsl").rglob("*.h"))
-        return [line.strip() for path in headers for line in path.read_text().splitlines() if re.search(pattern, line)]
+    def proved_without(self, call: str, op: str, barrier: str) -> bool:
+        """Whether the checker finds nothing when an instruction of the plan does not meet at one of its barriers."""
+        without = edited(
+            self.plan,
+            lambda i: replace(i, syncs=tuple(s for s in i.syncs if s != barrier)) if (i.call, i.op) == (call, op) else i,
+        )
+        return without != self.plan and not check_plan(without).findings
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,6 @@ def _taken(place: Place, facts: Facts) -> bool:
     return facts.proved and _nobody_gave_up(place, facts) and not facts.passes("leave_steps")
 
 
-def _only_a_window(_: Place, facts: Facts) -> bool:
-    """The word is read where the window is chosen, and the window is asked for where retire() is."""
-    reads, asks = facts.lines(r"ld_shared\w*(<\w+>)?\([^;]*meeting"), facts.lines(r"window\.now\(\)")
-    return [line.startswith("MK_DEV u32 now() const") for line in reads] == [True] and asks == ["while (in_flight >= window.now())"]
-
-
 def _met_since(place: Place, facts: Facts) -> bool:
     """Whether the stages let go of are of tiles that were taken before the block met: behind a merge, or its publication."""
     if place.within("multiply_from_ring") or not place.within("Reader::release"):
@@ -93,6 +90,18 @@ def _met_since(place: Place, facts: Facts) -> bool:
         elif taken and instr.call in ("merge", "publish") and instr.syncs:
             return True
     return False
+
+
+def _proved_without_done(place: Place, facts: Facts) -> bool:
+    return facts.proved_without("publish", place.op, "done")
+
+
+def _proved_without_idle(place: Place, facts: Facts) -> bool:
+    """The barrier is the one of a block without a unit: the last of run_attention or run_heads."""
+    frame = next(f for f in place.frames if f.function.removeprefix("mk::") in ("run_attention", "run_heads"))
+    text = (facts.headers / "megadsl" / frame.file).read_text().splitlines()
+    last = max(i for i, found in enumerate(text, 1) if "block.sync()" in found)
+    return frame.line == last and facts.proved_without("attention", place.op, "idle")
 
 
 EQUIVALENT = (
@@ -111,13 +120,6 @@ EQUIVALENT = (
         "only a launch that was given up, or that a stop id has ended early, needs it, and none was: in every other the consumers wait for"
         " every copy, as the checker proves, and shared memory outlives them",
         _taken,
-    ),
-    Equivalent(
-        Point.SHARED,
-        Change.DROP,
-        "Block::meeting",
-        "in the headers the word is read where one of two windows is chosen and nowhere else, and the window orders nothing",
-        _only_a_window,
     ),
     Equivalent(
         Point.LOAD,
@@ -139,6 +141,27 @@ EQUIVALENT = (
         "run_direct",
         "the block has met since the warp took these tiles: behind what is merged in between or its publication, each time",
         _met_since,
+    ),
+    Equivalent(
+        Point.BLOCK_BARRIER,
+        Change.DROP,
+        "Publication::publish",
+        "the checker proves this plan without the barrier behind the publication: the next op meets before it writes what was read",
+        _proved_without_done,
+    ),
+    Equivalent(
+        Point.BLOCK_BARRIER,
+        Change.DROP,
+        "run_attention",
+        "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
+        _proved_without_idle,
+    ),
+    Equivalent(
+        Point.BLOCK_BARRIER,
+        Change.DROP,
+        "run_heads",
+        "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
+        _proved_without_idle,
     ),
 )
 

@@ -42,6 +42,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
 def _schedule(plan: Plan) -> Iterator[str]:
     s = plan.schedule
     yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}"
+    if plan.tunables.consumer_registers:
+        yield f"registers move: {plan.tunables.consumer_registers} of a consumer's thread, {plan.tunables.loader_registers} of a loader's"
     if s.scope == "op":
         yield f"one op of one layer a launch, blocks to an SM: {s.resident}"
     for role, ring in s.rings:

@@ -27,7 +27,7 @@ from megadsl.lower.packing import Packed, plan_packing
 from megadsl.lower.programs import build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
-from megadsl.lower.threads import threads
+from megadsl.lower.threads import choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
@@ -75,6 +75,7 @@ def _schedule(state: Lowering) -> None:
         verify_schedule(state.graph, schedule, state.machine, asked, found)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
+    state.schedule = choose_registers(state.graph, state.schedule, state.machine)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)

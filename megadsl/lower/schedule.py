@@ -11,6 +11,7 @@ from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, 
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, takes_chunks
+from megadsl.lower.threads import why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
@@ -41,6 +42,11 @@ REGISTERS = declare(
     "MK162",
     "{warps} warps leave {registers} registers per thread; the consumer role needs at least {need}",
     "use fewer warps",
+)
+NOT_MOVED = declare(
+    "MK245",
+    "registers cannot move from loaders to consumers: {why}",
+    'leave s.registers("moved") out, or use 4, 8 or 12 consumer warps',
 )
 BAD_BLOCKS = declare("MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks")
 BAD_STAGE = declare(
@@ -337,6 +343,8 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
         registers = machine.registers_per_sm // (warps * WARP_THREADS)
         if registers < MIN_REGISTERS:
             found.add(REGISTERS, span, warps=warps, registers=registers, need=MIN_REGISTERS)
+    if schedule.registers == "moved" and (why := why_stay(schedule, machine)):
+        found.add(NOT_MOVED, asked.said(graph.span, "block_registers"), why=why)
     if not 1 <= schedule.blocks <= machine.sms:
         found.add(BAD_BLOCKS, asked.said(graph.span, "blocks"), blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
     need = ceil_div(4 * graph.tokens, WARP_THREADS)  # one thread per (token, row pair) of a group

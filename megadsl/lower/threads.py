@@ -1,15 +1,16 @@
 """A block's threads and their registers.
 
 A launch gives every thread the same number of registers: as many as one of an SM's four partitions has for the warps that share it. Of
-nine warps three share one, so that each thread has a quarter less than a ninth of the SM. Where the machine lets warps hand
-registers on (setmaxnreg: four warps at a time, a warpgroup), the loaders are padded to a warpgroup of their own and leave what
-they do not need to the consumers.
+nine warps three share one, so that each thread has a quarter less than a ninth of the SM. Where the schedule says so, registers move
+(setmaxnreg: four warps at a time, a warpgroup): the loaders are padded to a warpgroup of their own and leave what they do not need to
+the consumers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import Schedule
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
@@ -17,8 +18,19 @@ from megadsl.types import ceil_div
 WARP_THREADS = 32
 WARPGROUP = 4  # warps; also the partitions of an SM
 REGISTER_UNIT = 8  # registers are given to a thread in eights
-LOADER_REGISTERS = 136  # nvcc 13.0 spills loaders of 16 tokens with 120
+LOADER_REGISTERS = 120  # what nvcc 13.0 needs for some of them to spill nothing
 MOVES = "setmaxnreg"
+NARROW, FEW_TOKENS = 64, 4
+
+
+def choose_registers(graph: Graph, schedule: Schedule, machine: Machine) -> Schedule:
+    """``schedule`` with its registers decided: moved where nvcc 13.0 spills else (norms of heads; wide heads with more than a few tokens)
+    and the machine can; everywhere else what a launch gives is enough, and moving it costs half a percent (docs/performance.md)."""
+    if schedule.registers:
+        return schedule
+    heads = [op for op in graph.ops if isinstance(op, Attention)]
+    crowded = any(op.maps or (op.head_dim > NARROW and graph.tokens > FEW_TOKENS) for op in heads)
+    return replace(schedule, registers="moved" if crowded and not why_stay(schedule, machine) else "launched")
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ def threads(schedule: Schedule, machine: Machine) -> Threads:
     consumers = schedule.consumer.warps
     loaders = sum(r.warps for r in schedule.roles) - consumers
     launched = _launched(consumers + loaders, schedule.resident, machine)
-    if MOVES in machine.features and schedule.scope == "step" and consumers % WARPGROUP == 0 and 0 < loaders <= WARPGROUP:
+    if schedule.registers == "moved" and not why_stay(schedule, machine):
         warps = consumers + WARPGROUP
         pool = warps * _launched(warps, schedule.resident, machine)
         most = (pool - WARPGROUP * LOADER_REGISTERS) // consumers // REGISTER_UNIT * REGISTER_UNIT
@@ -45,6 +57,20 @@ def threads(schedule: Schedule, machine: Machine) -> Threads:
         if moved > launched >= LOADER_REGISTERS:
             return Threads(warps * WARP_THREADS, moved, LOADER_REGISTERS, moved)
     return Threads((consumers + loaders) * WARP_THREADS, 0, 0, launched)
+
+
+def why_stay(schedule: Schedule, machine: Machine) -> str:
+    """Why registers cannot move; "" where they can."""
+    consumers = schedule.consumer.warps
+    if MOVES not in machine.features:
+        return f"{machine.arch} has no {MOVES}"
+    if schedule.scope != "step":
+        return "two blocks share the registers of an SM where a launch is an op"
+    if consumers % WARPGROUP:
+        return f"{consumers} consumer warps are no whole warpgroups"
+    if sum(r.warps for r in schedule.roles) - consumers > WARPGROUP:
+        return f"the loaders' warps are more than {WARPGROUP}"
+    return ""
 
 
 def _launched(warps: int, resident: int, machine: Machine) -> int:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
-from megadsl.dsl.schedule import HINTS, RESIDUALS, SCALES
+from megadsl.dsl.schedule import BLOCK_REGISTERS, HINTS, RESIDUALS, SCALES
 from megadsl.ir.graph import Linear
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
@@ -254,6 +254,13 @@ TURNS: tuple[Turn, ...] = (
         _BATCH,
         lambda scene, of: near(BATCHES, scene.schedule.batch),
         lambda scene, of, value: 0.2 * scene.hops * abs(log2(_number(value) / scene.schedule.batch)),
+    ),
+    Turn(
+        knobs_of(KERNEL)["block_registers"],
+        _whole,
+        lambda scene, of: scene.schedule.registers,
+        lambda scene, of: [which for which in BLOCK_REGISTERS if which != scene.schedule.registers],
+        lambda scene, of, value: effects.TRIFLE_US,
     ),
     Turn(
         knobs_of(KERNEL)["blocks"],

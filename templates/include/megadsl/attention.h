@@ -400,9 +400,8 @@ struct AsGathered {
 };
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
-// queries. kIdleMeets: what a block without a unit staged before is still being published, and nothing meets before it stages anew.
-// `heads`: what is made of queries and keys before they are multiplied.
-template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kIdleMeets, class B, class R, class H = AsGathered>
+// queries. `heads`: what is made of queries and keys before they are multiplied.
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
                           const H& heads = {}) {
@@ -460,8 +459,9 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
-  // No barrier at the end: the merge meets before anybody writes where the unit lay.
-  if (kIdleMeets && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what
+  // it staged before is still being published, and the merge stages anew.
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
 }
 
 }  // namespace mk

@@ -52,7 +52,7 @@ struct Block {
 
   // Tells the loaders that the block is about to meet others, or that it has met them.
   MK_DEV void meeting(i32 word, bool ahead) const {
-    if (thread == 0) ptx::st_shared_volatile(at<u32>(word), ahead ? 1u : 0u);
+    if (thread == 0) ptx::st_shared_hint(at<u32>(word), ahead ? 1u : 0u);
   }
 
   template <class T>
@@ -75,8 +75,6 @@ struct Publication : Outgoing<Wire, B::kTokens> {
   MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged)
       : Outgoing<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads) {}
 
-  // kMeets: others write where the results came from before the block meets anyway.
-  template <bool kMeets>
   MK_DEV void publish(const B& block, u32 site) const {
     const bool lost = lost_signal(site);
     if (kSolo) {
@@ -85,7 +83,9 @@ struct Publication : Outgoing<Wire, B::kTokens> {
         if (!lost) this->send();
         trace(block.cx, Event::kEnd, site);
       }
-      if (kMeets) block.sync();
+      // Now others may write where the results came from. Where they could not do so before the block meets anyway, the barrier still
+      // pays (docs/performance.md): the other warps would poll beside the one that publishes.
+      block.sync();
       return;
     }
     if (!lost) this->send();

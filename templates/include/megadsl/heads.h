@@ -134,7 +134,7 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
 }
 
 // Consumer side of attention for all units of this block; as run_attention.
-template <class QkvWire, class PartWire, class T, bool kIdleMeets, class B, class R>
+template <class QkvWire, class PartWire, class T, class B, class R>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                       const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
   static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
@@ -187,7 +187,8 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
-  if (kIdleMeets && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  // As in run_attention: a block without a unit meets here, for what it staged before is still being published.
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
 }
 
 }  // namespace mk

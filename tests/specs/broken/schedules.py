@@ -140,6 +140,13 @@ def too_few_registers(s: ScheduleBlock) -> None:
     # mend: warps=16 => warps=15
 
 
+def half_a_warpgroup(s: ScheduleBlock) -> None:
+    s.role("consumer", warps=6)
+    s.registers("moved")
+    # MK245 `s.registers(` | 6 consumer warps are no whole warpgroups | leave s.registers("moved") out, or use 4, 8 or 12 consumer warps
+    # mend: warps=6 => warps=8
+
+
 def blocks(s: ScheduleBlock) -> None:
     s.blocks(133)
     # MK163 `s.blocks(` | asks for 133 blocks, sm_90a runs at most 132 at once | choose 1 to

@@ -69,6 +69,12 @@ MK_OP void st_shared_volatile(smem_ptr<u32> p, u32 v) {
   host::detect::shared_access(p.address, 4, host::detect::kStrong | host::detect::kWrite, MK_PC);
 }
 
+// The same for a word that orders nothing, whoever reads it: no point of synchronisation.
+MK_OP void st_shared_hint(smem_ptr<u32> p, u32 v) {
+  host::store_shared<u32>(p.address, v);
+  host::detect::shared_access(p.address, 4, host::detect::kStrong | host::detect::kWrite, MK_PC);
+}
+
 // At the scope of the block.
 MK_OP u32 ld_shared_acquire(smem_ptr<u32> p) { return host::load_shared_acquire(p.address, MK_PC); }
 MK_OP void st_shared_release(smem_ptr<u32> p, u32 v) { host::store_shared_release(p.address, v, MK_PC); }
@@ -136,6 +142,8 @@ MK_PTX u32 ld_shared_volatile(smem_ptr<u32> p) {
 MK_PTX void st_shared_volatile(smem_ptr<u32> p, u32 v) {
   asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(p.address), "r"(v) : "memory");
 }
+
+MK_PTX void st_shared_hint(smem_ptr<u32> p, u32 v) { st_shared_volatile(p, v); }
 
 MK_PTX u32 ld_shared_acquire(smem_ptr<u32> p) {
   u32 v;
