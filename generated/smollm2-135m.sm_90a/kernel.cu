@@ -13,7 +13,7 @@ using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 1;
 constexpr u32 kBatch = 6;  // row groups whose partial sums meet at once
-constexpr u32 kThreads = 384;
+constexpr u32 kThreads = 288;
 using Block = mk::Block<kTokens, 8, 0>;
 using LoaderRing = mk::Ring<7, 28672>;  // weights
 using QkvProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
@@ -130,7 +130,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::begin_op(cx, block);
       const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
       mk::run_embed(block, s.embed_tokens, step, steps, out);
-      out.publish<false>(block, 7);
+      out.publish(block, 7);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
       mk::acquire_rows(block, step, steps);
     }
@@ -172,13 +172,13 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                            const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                            return mk::math::rsqrt(r0 + 1e-05f);
                          }}, qkv_proj_held);
-        out.publish<true>(block, 11);
+        out.publish(block, 11);
       }
 
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
       {
         mk::begin_op(cx, block);
-        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, false>(
+        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
             s.attention_parts_exchange, epoch * layers + layer);
       }
@@ -190,7 +190,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
         mk::hold_stages(block, read_loader, 14, 0, s.o_proj, o_proj_held);
         mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-        out.publish<true>(block, 16);
+        out.publish(block, 16);
       }
 
       // o_proj: 576 x 576  [llama.py:34]
@@ -212,7 +212,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
               out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
             },
             mk::Unscaled{}, o_proj_held);
-        out.publish<true>(block, 18);
+        out.publish(block, 18);
         mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
       }
 
@@ -250,7 +250,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                            const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                            return mk::math::rsqrt(r0 + 1e-05f);
                          }}, gate_up_proj_held);
-        out.publish<true>(block, 22);
+        out.publish(block, 22);
       }
 
       // down_proj: 576 x 1536  [llama.py:44]
@@ -274,7 +274,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
               out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
             },
             mk::Unscaled{}, down_proj_held);
-        out.publish<true>(block, 25);
+        out.publish(block, 25);
         mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
       }
     }
@@ -353,10 +353,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   mk::ptx::syncthreads();
   const u32 warp = mk::ptx::warp_id();
   if (warp < 8) {
-    mk::ptx::take_registers<184>();
     role_consumer(cx, buffers, s, step, ring_loader);
   } else {
-    mk::ptx::give_registers<136>();
     if (warp == 8 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
   }
 }
