@@ -122,7 +122,7 @@ def test_the_readme(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     folder = tmp_path / "qwen2"
     saved("qwen2", folder)
     write_tokenizer(folder)
-    (example,) = [text for text in blocks((repository / "README.md").read_text(), "python") if "folder" in text]
+    (example,) = [text for text in blocks((repository / "README.md").read_text(), "python") if "Qwen2.5-0.5B" in text]
     swaps = {"path/to/Qwen2.5-0.5B": str(folder), "max_kv=4096": f"max_kv={MAX_KV}, tokens={TOKENS}, blocks=2", '"cuda"': '"cpu"'}
     for ours, here in {**swaps, "Once upon": "3 77", ", 32)": ", 3)"}.items():
         assert ours in example

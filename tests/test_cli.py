@@ -59,8 +59,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         return {}
 
     class Generator:
-        def __init__(self, compiled: SimpleNamespace, weights: Path | None, device: str) -> None:
-            calls.update(weights=weights, device=device)
+        def __init__(self, compiled: SimpleNamespace, weights: Path | None, device: str, steps_per_launch: int) -> None:
+            calls.update(weights=weights, device=device, steps_per_launch=steps_per_launch)
 
         def generate(self, prompt: str, max_new_tokens: int) -> SimpleNamespace:
             calls.update(max_new_tokens=max_new_tokens)

@@ -190,7 +190,7 @@ def test_the_text_of_a_plan_is_stable_and_says_everything() -> None:
     text = print_plan(plan)
     assert text == print_plan(model("llama-tiny-odd", 3, blocks=2).plan)
     titles = [line[3:] for line in text.splitlines() if line.startswith("== ")]
-    assert titles[0] == "schedule" and titles[-1] == "shape" and any(t.startswith("role consumer: 8 warps from warp 1") for t in titles)
+    assert titles[0] == "schedule" and titles[-1] == "shape" and any(t.startswith("role consumer: 8 warps from warp 0") for t in titles)
     for name in (*(o.name for o in plan.graph.ops), *(e.name for e in plan.exchanges), *(a.name for a in plan.areas)):
         assert name in text
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -81,8 +81,8 @@ def facts(compiled: Compiled, found: tuple[Place, ...]) -> Facts:
 
 
 def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
-    """Everything but what only other wires have, and what blocks without work do: here each has some."""
-    absent = {Point.ACQUIRE, Point.RELEASE, Point.EMPTY, Point.ZERO_TRIP}
+    """Everything but what sentinels have, what blocks without work do (here each has some), and words of launches that are given up."""
+    absent = {Point.SHARED, Point.EMPTY, Point.ZERO_TRIP}
     assert {place.kind for place in found} == set(Point) - absent
     for place in found:
         assert place.frames and place.keys and place.text
