@@ -48,13 +48,12 @@ def command(
 
     Prints per pair of tokens and cached rows: the median time with its 10th and 90th percentile, the multiple of the floor that bytes
     set, the error against fp32 beside torch bf16's, and the times of torch on the same inputs, in the same process, in interleaved rounds.
-    Exits with 1 when the gate fails, or replays or several steps a launch give other bits. Emulated times say nothing about a GPU.
+    Exits with 1 when the gate fails or bits differ between replays or numbers of steps. Emulated times say nothing about a GPU.
     """
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
 
-    counts, lengths = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0)
-    chosen = resolve(device)
+    counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
     rows: list[Row] = []
 

@@ -54,8 +54,11 @@ def _published(plan: Plan, instr: Instr) -> str:
     return f"mk::Converted<{wire}>" if instr.args["wire"] == "Sentinel" and not instr.args["raw"] else wire
 
 
+def _wires(plan: Plan) -> dict[str, Any]:
+    return {"wire": lambda value, wire: _wire(plan, value, wire), "published": lambda instr: _published(plan, instr)}
+
+
 def _helpers(plan: Plan) -> dict[str, Any]:
-    ops = [op.name for op in plan.graph.ops]
     linears = [op for op in plan.graph.ops if isinstance(op, Linear)]
     return {
         "plan": plan,
@@ -70,8 +73,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
         "together": lambda op: tiles_together(op, plan.schedule, plan.graph.tokens),
-        "wire": lambda value, wire: _wire(plan, value, wire),
-        "published": lambda instr: _published(plan, instr),
+        **_wires(plan),
         **_steps(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
@@ -94,7 +96,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "hints": lambda program: _hints(program.body),
         "launches": launches(plan),
         "phase_hints": lambda phase: _hints((phase,)),
-        "op_index": ops.index,
+        "op_index": [op.name for op in plan.graph.ops].index,
         "kept_values": kept_values,
         "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),
         "operands": _operands,

@@ -59,7 +59,8 @@ class Subject:
     ``manifest`` and ``source`` are the compiler's, for a few blocks. Weights are random, but for the last row of the embedding:
     all ones, the bits that an exchange may take for an empty slot. Cached rows are random. Launches: an empty cache; a cache of
     several chunks; fewer tokens than the kernel takes, so that some rows are zeros; a launch that prepares the next one itself,
-    and that one; the row of all ones; where the kernel can, three steps whose rows begin a new chunk. Calling it builds the kernel with
+    and that one; the row of all ones; where the kernel can, five steps whose rows fill a chunk and begin the next, so that
+    another block then copies what one has appended. Calling it builds the kernel with
     the race detector and gives a Run for :func:`megadsl.emulate.explore.explore`.
     """
 
@@ -104,7 +105,7 @@ class Subject:
             Inputs(after, some(tokens), ADVANCE),
             None,
             Inputs(after + tokens, (vocab - 1,)),
-            *([Inputs(max(0, min(14, rows - tokens - 2)), some(tokens), steps=3)] if self.manifest["several_steps"] else []),
+            *([Inputs(max(0, min(14, rows - tokens - 4)), some(tokens), steps=5)] if self.manifest["several_steps"] else []),
         ]
 
     def launches(self, program: Program) -> Iterator[tuple[Outcome, LaunchReport]]:

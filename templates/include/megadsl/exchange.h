@@ -121,8 +121,7 @@ struct Dense : Wire {
   static constexpr bool kDense = true;
 };
 
-// How a value travels whose elements are all results of conversions to bf16 (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, so
-// that no unit holds the empty value, and nothing stands between a result and its store.
+// A value whose elements are results of conversions (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, never the empty value.
 template <class Wire>
 struct Converted : Wire {
   MK_DEV static u32x4 pack(u32x4 unit, u32 sequence) { return Wire::kResets ? unit : Wire::pack(unit, sequence); }
@@ -415,12 +414,6 @@ MK_DEV void store_unit(smem_ptr<char> at, u32x4 x) {
   ptx::st_shared<u16>(at.template at<u16>(12), u16(x.w));
 }
 MK_DEV void store_last(smem_ptr<char> at, u16 bits) { ptx::st_shared<u16>(at.template at<u16>(14), bits); }
-
-template <class Wire>
-MK_DEV bool arrived(const Round& round, u32x4 v, u32& observed) {
-  if (!Wire::kFlagged) observed = Wire::tag(v);
-  return Wire::ready(v, round.sequence);
-}
 
 // This block's share of a value on its way out. The vectors are staged in shared memory as they will be published: units, then
 // (where tags push out last elements) the extra vectors. Where a thread's vectors go is known ahead of the data, and worked out
