@@ -50,7 +50,7 @@ def test_what_is_found_is_printed_and_written(command: Command, tmp_path: Path) 
     assert json.loads(about)["kv"] == [64, 512] and f"{len(rows)} candidates" in printed
     file, text = load(out), out.read_text()
     assert (file.head.model, file.head.tokens, file.head.kv, file.head.machine) == ("llama-3.2-1b", 1, (64, 512), "a formula")
-    assert "batch = 4" in text and "# +" in text and "op down_proj: residual = exchange\n" in text and "together +" in text
+    assert "batch = 4" in text and "# +" in text and "op o_proj: sync = sentinel" in text and "together +" in text
     found = compile_model("llama-3.2-1b", schedule=out, check=False).schedule
     assert found.batch == 4 and found.rings[0][1].meeting_window == 32 * 1024
     again = command("--kv", "64,512", "--log", str(log))
