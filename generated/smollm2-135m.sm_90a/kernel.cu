@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);
     for (u32 op = 0; op < 7; ++op) mk::ptx::st_shared<u32>(smem.at<u32>(s.step.gates) + op, mk::gates_before(step, u32(s.step.layers) + 1));
     const u32 steps = mk::steps_asked(cx.control);
-    mk::Steps{smem.at<u32>(s.step.progress)}.init(step, steps);
+    mk::Steps{smem.at<u32>(s.step.progress)}.init(step, steps, mk::ptx::ld_global<u32>(cx.control->positions + (mk::max_u32(step.tokens, 1) - 1)));
     mk::init_block(cx, steps);
   }
   mk::ptx::syncthreads();

@@ -340,7 +340,6 @@ class Player:
         clocks.publish(step, str(instr.args["value"]), step.round(), clocks.everybody)
         clocks.rows.publish()
         if step.turn + 1 < clocks.turns:
-            clocks.read_control("positions", clocks.everybody, step)
             clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polls.winners(clocks.device)])
             clocks.rows.take(polls.winners(clocks.device))
             self._barrier(instr, "token")

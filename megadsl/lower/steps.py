@@ -11,7 +11,7 @@ from megadsl.ir.plan import Instr, Region, Verb
 from megadsl.ir.schedule import Schedule
 from megadsl.types import Level
 
-PROGRESS_BYTES = 24
+PROGRESS_BYTES = 28
 READABLE = 20  # of them: the word that loaders wait for; mk::Steps::readable
 
 ROWS = Region("smem", "progress.readable", Level.BLOCK)

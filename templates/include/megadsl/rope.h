@@ -9,11 +9,12 @@ namespace mk {
 template <u32 kHeadDim, class B, class S>
 MK_DEV void load_angles(const B& block, const Step& step, const S& steps, smem_ptr<u32x2> angles, u32 table_rows) {
   const u32x2* table = reinterpret_cast<const u32x2*>(block.buffers.rope);
-  const u32 index = steps.index(step), before = index == 0 ? 0 : steps.first_tokens(step) - 1;
+  const u32 index = steps.index(step);
 #pragma unroll 1
   for (u32 i = B::kThreads - 1 - block.thread; i < B::kTokens * (kHeadDim / 2); i += B::kThreads) {
     const u32 token = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
-    const u32 position = token < step.tokens ? ptx::ld_global<u32>(block.cx.control->positions + before + token) + index : 0u;
+    u32 position = 0;
+    if (token < step.tokens) position = index == 0 ? ptx::ld_global<u32>(block.cx.control->positions + token) : steps.position() + index;
     ptx::st_shared<u32x2>(angles + i, ptx::ld_global_nc<u32x2>(table + size_t(min_u32(position, table_rows - 1)) * (kHeadDim / 2) + pair));
   }
 }

@@ -13,7 +13,7 @@
 
 namespace mk {
 
-// A launch's steps, in shared memory (StepShape::progress). The first three words stay as they are.
+// A launch's steps, in shared memory (StepShape::progress). The first three words and the last stay as they are.
 struct Steps {
   static constexpr bool kSeveral = true;
   smem_ptr<u32> words;
@@ -26,12 +26,15 @@ struct Steps {
   MK_DEV bool more() const { return ptx::ld_shared<u32>(words + 4) != 0; }
   // The epoch whose cached rows loaders may copy.
   MK_DEV smem_ptr<u32> readable() const { return words + 5; }
+  // Position of the first step's last new token. Not asked for anew between steps: block 0 may be writing the next launch's by then.
+  MK_DEV u32 position() const { return ptx::ld_shared<u32>(words + 6); }
 
   MK_DEV u32 index(const Step& step) const { return step.epoch - first_epoch(); }
   MK_DEV bool last(const Step& step) const { return index(step) + 1 == count(); }
 
   // By one thread, before the whole block meets.
-  MK_DEV void init(const Step& step, u32 asked) const {
+  MK_DEV void init(const Step& step, u32 asked, u32 position) const {
+    ptx::st_shared<u32>(words + 6, position);
     ptx::st_shared<u32>(words, step.epoch);
     ptx::st_shared<u32>(words + 1, asked);
     ptx::st_shared<u32>(words + 2, step.tokens);
@@ -48,6 +51,7 @@ struct OneStep {
   static constexpr bool kSeveral = false;
   MK_DEV u32 first_tokens(const Step& step) const { return step.tokens; }
   MK_DEV u32 token() const { return 0; }
+  MK_DEV u32 position() const { return 0; }
   MK_DEV u32 index(const Step&) const { return 0; }
   MK_DEV bool last(const Step&) const { return true; }
 };
