@@ -8,11 +8,11 @@ from megadsl.ir.graph import Embed, Graph, Linear, Op, ValueRef
 from megadsl.ir.plan import Exchange, Site
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.memory import copies_vectors
+from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.source import Span
 from megadsl.types import ceil_div
 
-WARP_THREADS = 32
 MAX_UNITS = 5  # 16-byte loads per thread: more would cost registers, and code for each
 MAX_DENSE_UNITS = 8  # where their addresses are constant steps
 

@@ -9,13 +9,13 @@ from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import kept_values
+from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up
 
 FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
 SENTINEL_EMPTY = 0xFF
 LASTS_PER_VECTOR = 7
-WARP_THREADS = 32
 MERGE_AT_ONCE = 2  # splits that a lane polls together, three vectors each
 
 

@@ -19,6 +19,7 @@ from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, v
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.steps import PROGRESS_BYTES, feeds_itself, passes_rows_on
+from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
 from megadsl.source import Span
@@ -35,7 +36,6 @@ HELD = declare(
     "use at least {need} stages, fewer vectors in one expression, or fewer tiles in registers",
 )
 
-WARP_THREADS = 32
 MIN_STAGES = 2
 ABORT_BYTES = 16
 UNIT_BYTES = 16  # 8 features of one token

@@ -34,7 +34,6 @@ from megadsl.lower.verify_plan import verify_plan
 from megadsl.machine import Machine
 
 CONTROL_BYTES = 512
-WARP_THREADS = 32
 
 
 @dataclass

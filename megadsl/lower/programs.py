@@ -8,7 +8,7 @@ from dataclasses import replace
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
-from megadsl.lower.builder import WARP_THREADS, Builder, sequence
+from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.launches import join, joined
@@ -16,6 +16,7 @@ from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
+from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level, ceil_div
 

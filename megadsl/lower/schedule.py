@@ -11,7 +11,7 @@ from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, 
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.operands import kept_values, takes_chunks
-from megadsl.lower.threads import why_stay
+from megadsl.lower.threads import WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
@@ -19,7 +19,6 @@ from megadsl.types import KIB, MIB, ceil_div, round_up
 
 LOADER = "loader"
 CONSUMER = "consumer"
-WARP_THREADS = 32
 CONSUMER_WARPS = 8
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
 SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
