@@ -25,6 +25,8 @@ WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
 MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
 MOST_UNITS = 3  # of an attention
+JOINT = ("input", "partials", "merge", "token")  # where the finisher meets the others
+FIRST, FINISHER = "first", "finisher"
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 
@@ -32,8 +34,8 @@ CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it 
 @dataclass(frozen=True)
 class Access:
     """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before. ``holds`` tells what is
-    written from anything else that these bytes may hold, and what a read needs to find there. ``solo``: the block's first warp
-    alone does it, and meets itself before the next."""
+    written from anything else that these bytes may hold, and what a read needs to find there. ``solo`` names the one warp that does it,
+    and meets itself before the next; "" where several do."""
 
     area: str
     begin: int
@@ -42,14 +44,15 @@ class Access:
     step: Step
     holds: tuple[object, ...]
     own: bool = False
-    solo: bool = False
+    solo: str = ""
 
 
 @dataclass(frozen=True)
 class Meet:
-    """The block's barrier: everything before it is over."""
+    """The block's barrier: everything before it is over. ``team``: of the warps that multiply, while another one finishes."""
 
     name: str
+    team: bool = False
 
 
 Event: TypeAlias = Access | Meet
@@ -64,6 +67,7 @@ class Stream:
         self.words = device.records["smem"]
         self.versions: dict[str, int] = {}  # of each value: how often the block has published it
         self.turns = 1
+        self.finishes = device.plan.tunables.finishes
 
     def events(self, layers: int, turns: int = 1) -> Iterator[Event]:
         """Of a launch of ``turns`` steps."""
@@ -83,7 +87,7 @@ class Stream:
 
     def _next(self, step: Step, turn: int, write: bool) -> Access:
         """The token that a step has chosen, and whether there is another: written by the block's first warp."""
-        return Access("progress", self.device.records["step"][9] + 12, 8, write, step, ("next", turn), solo=write)
+        return Access("progress", self.device.records["step"][9] + 12, 8, write, step, ("next", turn), solo=self._one(True) if write else "")
 
     def owned(self, groups: int, offset: int) -> int:
         shares = self.device.shares(groups, offset)
@@ -91,9 +95,13 @@ class Stream:
 
     def _meet(self, instr: Instr, name: str) -> Iterator[Event]:
         if name in instr.syncs:
-            yield Meet(name)
+            yield Meet(name, self.finishes and name not in JOINT)
 
-    def _staged(self, step: Step, e: Exchange, groups: int, write: bool, solo: bool = False) -> Iterator[Event]:
+    def _one(self, first: bool) -> str:
+        """Who does what a finisher does, where there is one; else the ``first`` warp alone, or several."""
+        return FINISHER if self.finishes else FIRST if first else ""
+
+    def _staged(self, step: Step, e: Exchange, groups: int, write: bool, solo: str = "") -> Iterator[Event]:
         """Units, then (with tags) the extra vectors of their last elements."""
         units = groups * self.device.tokens
         extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0
@@ -119,23 +127,28 @@ class Stream:
     def _publish(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
         self.versions[value] = self.versions.get(value, 0) + 1
-        yield from self._staged(step, self.device.exchanges[value], self._share(value), False, solo=bool(step.instr.args["solo"]))
-        yield from self._meet(step.instr, "flag")
+        solo = "" if step.instr.args["raw"] else self._one(bool(step.instr.args["solo"]))
+        yield from self._staged(step, self.device.exchanges[value], self._share(value), False, solo)
+        if not self.finishes:  # one warp meets itself
+            yield from self._meet(step.instr, "flag")
         yield from self._meet(step.instr, "done")
 
     def _keep(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
-        solo = self._share(value) * self.device.tokens <= WARP_THREADS  # a thread a unit
+        few = self._share(value) * self.device.tokens <= WARP_THREADS  # a thread a unit
+        solo = FIRST if few else ""
+        if not step.instr.args["raw"]:
+            solo = self._one(few)
         yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False, solo))[:1]
-        yield from self._kept(step, value, True)
+        yield from self._kept(step, value, True, solo if self.finishes else "")
 
-    def _kept(self, step: Step, value: str, write: bool) -> Iterator[Event]:
+    def _kept(self, step: Step, value: str, write: bool, solo: str = "") -> Iterator[Event]:
         if size := self._share(value) * self.device.tokens * UNIT_BYTES:
             at = self.device.records[f"{ident(value)}_kept"][0]
-            yield Access(f"kept.{value}", at, size, write, step, (value, self.versions.get(value, 0)))
+            yield Access(f"kept.{value}", at, size, write, step, (value, self.versions.get(value, 0)), solo=solo)
 
     def _sync(self, _: Step) -> Iterator[Event]:
-        yield Meet("sync")
+        yield Meet("sync", self.finishes)
 
     def _copy_vector(self, step: Step) -> Iterator[Event]:
         yield self._copy(step, str(step.instr.args["arg"]), True)
@@ -158,7 +171,7 @@ class Stream:
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
             size = groups // m.fold * self.device.tokens * UNIT_BYTES
-            yield Access("kept", begin, size, True, step, self._gathered(step, step.instr.args["value"]))
+            yield Access("kept", begin, size, True, step, self._gathered(step, step.instr.args["value"]), solo=self._one(False))
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
@@ -168,6 +181,7 @@ class Stream:
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)
             for start in range(0, max(own, 1), groups)[:MOST_PASSES]:
                 for chunk in range(m.chunks):
+                    yield from self._meet(step.instr, "input")
                     yield from self._prologue(step, m, part * m.chunks + chunk)
                     yield from self._meet(step.instr, "gathered")
                     if not step.instr.args["lanes"]:
@@ -177,7 +191,8 @@ class Stream:
                         scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
                         yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own, scaled)
                         if own and ends and not step.instr.args["parts"]:
-                            yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
+                            alone = 4 * self.device.tokens * batch <= WARP_THREADS
+                            yield from self._epilogue(step, own // m.fold, self._one(alone))
         yield from self._meet(step.instr, "end")
 
     def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int, scaled: range) -> Iterator[Event]:
@@ -191,14 +206,14 @@ class Stream:
             yield self._registers(step, chunk, False) if lanes else self._activations(step, m, chunk, 0, False)
             yield partials
         yield from self._meet(step.instr, "partials")
-        yield from (self._scalars(step, i, False) for i in scaled)
+        yield from (replace(self._scalars(step, i, False), solo=self._one(False)) for i in scaled)
         if own:
-            yield _reading(partials)
+            yield replace(_reading(partials), solo=self._one(False))
         if own and m.chunks > 1:
             size = 8 * self.device.tokens * 4
             begin = self.words[7] + first * size
             size *= min(self.device.plan.tunables.batch, m.pass_groups - first)
-            sums = Access("sums", begin, size, True, step, (step.instr.op, step.when, "sums", first), own=True)
+            sums = Access("sums", begin, size, True, step, (step.instr.op, step.when, "sums", first), own=True, solo=self._one(False))
             if chunk % m.chunks:
                 yield _reading(sums)
             if chunk % m.chunks + 1 < m.chunks:
@@ -207,7 +222,7 @@ class Stream:
     def _add_parts(self, step: Step) -> Iterator[Event]:
         if own := self._share(str(self.device.op(step.instr.op).out)):
             fold = self.device.matrix(step.instr.op).fold
-            yield from self._epilogue(step, own, own * fold * self.device.tokens * 2 <= WARP_THREADS)
+            yield from self._epilogue(step, own, FIRST if own * fold * self.device.tokens * 2 <= WARP_THREADS else "")
         yield from self._meet(step.instr, "end")
 
     def _gathered(self, step: Step, what: object) -> tuple[object, ...]:
@@ -235,7 +250,7 @@ class Stream:
 
     def _registers(self, step: Step, chunk: int, write: bool) -> Access:
         """An input that arrives in registers. Each warp has its own, and no other touches them."""
-        return Access("registers", REGISTERS, 4, write, step, self._gathered(step, chunk), solo=True)
+        return Access("registers", REGISTERS, 4, write, step, self._gathered(step, chunk), solo="each")
 
     def _prologue(self, step: Step, m: Matrix, chunk: int) -> Iterator[Event]:
         operands = [0]
@@ -269,18 +284,19 @@ class Stream:
         size = tokens * row_parts(self.device.op(step.instr.op), tokens, warps) * 4
         return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.when, index))
 
-    def _epilogue(self, step: Step, groups: int, solo: bool) -> Iterator[Event]:
+    def _epilogue(self, step: Step, groups: int, solo: str) -> Iterator[Event]:
         op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
         parts = {p.name for p in op.parts}
         fused = () if op.epilogue is None else op.epilogue.args
         size = groups * self.device.tokens * UNIT_BYTES
         for index, ref in enumerate(ref for _, ref in fused if hasattr(ref, "value") and ref.value not in parts):
             if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
-                yield from self._kept(step, ref.value, False)
+                yield from self._kept(step, ref.value, False, self._one(False))
             else:
-                yield Access("kept", self.words[4] + index * m.fold * size, size, False, step, self._gathered(step, ref.value))
+                begin = self.words[4] + index * m.fold * size
+                yield Access("kept", begin, size, False, step, self._gathered(step, ref.value), solo=self._one(False))
         if step.instr.args["rope"] is not None:
-            yield self._angles(step, False)
+            yield replace(self._angles(step, False), solo=self._one(False))
         if op.out is not None:
             yield from self._staged(step, self._out(step), groups, True, solo)
 
@@ -292,6 +308,7 @@ class Stream:
     def _attention(self, step: Step) -> Iterator[Event]:
         instr, heads, device = step.instr, self.device.heads(step.instr.op), self.device
         units = range(self.block, heads.units, device.blocks)
+        yield from self._meet(instr, "input")
         for unit in units[:MOST_UNITS]:
             if unit != units[0]:
                 yield from self._meet(instr, "again")
@@ -311,9 +328,10 @@ class Stream:
                 yield from self._meet(instr, "parts")
                 yield _reading(left)
             yield from self._meet(instr, "published")
-            yield from (replace(_reading(a), solo=False) for a in fresh)
+            yield from (replace(_reading(a), solo="") for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
+        yield from self._meet(instr, "merge")
 
     def _map_heads(self, step: Step, gathered: list[Access]) -> Iterator[Event]:
         """In place: each thread rewrites what it has read."""
@@ -333,7 +351,7 @@ class Stream:
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
         # Where queries arrive in registers, one warp stages this step's row and multiplies it.
-        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo=direct)] if takes else []
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo="row" if direct else "")] if takes else []
         return (
             [*queries, *fresh],
             fresh,
@@ -344,17 +362,18 @@ class Stream:
         heads = self.device.heads(step.instr.op)
         groups = self.owned(heads.merge_groups, heads.merge_offset)
         lanes = self.device.records[f"{ident(step.instr.op)}_merge"][2]
-        solo = groups * self.device.tokens * lanes <= WARP_THREADS
+        solo = self._one(groups * self.device.tokens * lanes <= WARP_THREADS)
         yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
 
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op
         area, begin = f"{op}.candidates", self.device.records[f"{ident(op)}_candidates"][0]
-        winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step, ("winners",))
-        candidates = Access(area, begin, threads * 8, True, step, ("candidates",))
+        one = self._one(False)
+        winners = Access(area, begin + threads * 8, self.device.tokens * 8, True, step, ("winners",), solo=one)
+        candidates = Access(area, begin, threads * 8, True, step, ("candidates",), solo=one)
         choice = replace(candidates, holds=("choice",))
-        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",), solo=True)
+        tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",), solo=self._one(True))
         yield candidates
         yield from self._meet(step.instr, "candidates")
         yield from (_reading(candidates), winners)

@@ -296,6 +296,7 @@ class Player:
     def _matrix(self, step: Step) -> None:
         instr = step.instr
         for turn, (mask, gathers) in enumerate(self._cached(instr, polls.matrix)):
+            self._barrier(instr, "input", mask=mask)
             self._gather(step, gathers)
             self._barrier(instr, "gathered", "partials", mask=mask)
             if instr.args["parts"]:
@@ -318,6 +319,7 @@ class Player:
         instr, clocks = step.instr, self.clocks
         turns = self._cached(instr, polls.attention)
         clocks.read_control(f"ancestors (of {instr.op})", self._cached(instr, lambda d, i: polls.fresh_units(d, i.op), "fresh"), step)
+        self._barrier(instr, "input")
         for turn, (mask, polled) in enumerate(turns):
             self.clocks.poll(step, instr, str(instr.args["qkv"]), step.round("qkv_round"), [polled])
             self._barrier(instr, "gathered", "parts", mask=mask)
@@ -326,6 +328,7 @@ class Player:
         fresh = self._cached(instr, lambda d, i: polls.fresh_units(d, i.op), "fresh")
         clocks.rows.append(fresh, clocks.at(shown(instr, step.layer)), step)
         self._barrier(instr, "idle", mask=~turns[0][0])
+        self._barrier(instr, "merge")
 
     def _merge(self, step: Step) -> None:
         instr = step.instr

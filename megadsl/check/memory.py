@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megadsl.check.areas import CONTROL, Access, Meet, Stream
+from megadsl.check.areas import CONTROL, FINISHER, Access, Meet, Stream
 from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
@@ -97,24 +97,29 @@ class _Last:
     """The last accesses to an area's bytes."""
 
     access: Access
-    meeting: int  # barriers passed by then
+    meetings: tuple[int, int]  # barriers passed by then: all of them, and those of all consumer warps
     order: int
+
+    def apart(self, then: Access, meetings: tuple[int, int]) -> bool:
+        """Whether a barrier of both stands between."""
+        return self.meetings[1] != meetings[1] or (FINISHER not in (self.access.solo, then.solo) and self.meetings[0] != meetings[0])
 
 
 def _play(device: Device, block: int, findings: Findings) -> int:
     """Accesses played."""
-    meetings = count = 0
+    count = 0
+    meetings = (0, 0)
     last: dict[tuple[str, int, bool], _Last] = {}
     areas = {a.name: a for a in device.plan.areas}
     for event in Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)):
         if isinstance(event, Meet):
-            meetings += 1
+            meetings = (meetings[0] + 1, meetings[1] + (not event.team))
             continue
         count += 1
         _inside(event, areas, findings)
         touching = [found for found in last.values() if _touch(found.access, event)]
         for found in touching:
-            if found.meeting == meetings and _conflict(found.access, event):
+            if not found.apart(event, meetings) and _conflict(found.access, event):
                 _race(found.access, event, block, findings)
         if not event.write:
             _contents(event, touching, block, findings)
@@ -131,7 +136,7 @@ def _conflict(first: Access, then: Access) -> bool:
     same = first.area == then.area and first.step.instr is then.step.instr and first.step.layer == then.step.layer
     if first.write and then.write and same:
         return False
-    return (first.write or then.write) and not (then.own and same) and not (then.solo and first.solo)
+    return (first.write or then.write) and not (then.own and same) and not (then.solo and first.solo == then.solo)
 
 
 def _contents(read: Access, touching: list[_Last], block: int, findings: Findings) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megadsl.check.areas import Access, Meet, Stream
+from megadsl.check.areas import FINISHER, Access, Meet, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
 from megadsl.check.memory import LAYERS, TURNS, block_kinds
@@ -121,24 +121,29 @@ def _kept_apart(_: Plan, mutant: PlanMutant) -> bool:
     return all(_clear(window) for block in block_kinds(device) for window in _windows(device, block, mutant.where))
 
 
-def _windows(device: Device, block: int, where: str) -> Iterator[list[Access]]:
-    """What the block does between the barriers before and behind each publication of an op."""
-    window: list[Access] = []
+def _windows(device: Device, block: int, where: str) -> Iterator[list[tuple[int, Access]]]:
+    """What the block does between the barriers before and behind each run of an instruction, and how many barriers of the warps
+    that multiply came before."""
+    window: list[tuple[int, Access]] = []
+    met = 0
     for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)), Meet("")):
         if isinstance(event, Access):
-            window.append(event)
-            continue
-        if any(f"{a.step.instr.call} of {a.step.instr.op} (" in where for a in window):
-            yield window
-        window = []
+            window.append((met, event))
+        elif event.team:
+            met += 1
+        else:
+            if any(f"{a.step.instr.call} of {a.step.instr.op} (" in where for _, a in window):
+                yield window
+            window = []
 
 
-def _clear(window: list[Access]) -> bool:
+def _clear(window: list[tuple[int, Access]]) -> bool:
     """No two of the accesses touch the same bytes, one of them writing, unless one warp does both or one instruction deals them out."""
-    for at, a in enumerate(window):
-        for b in window[at + 1 :]:
-            touch = a.begin < b.begin + b.size and b.begin < a.begin + a.size
-            if touch and (a.write or b.write) and not (a.solo and b.solo) and a.step != b.step:
+    for at, (before, a) in enumerate(window):
+        for behind, b in window[at + 1 :]:
+            touch = a.begin < b.begin + b.size and b.begin < a.begin + a.size and (a.write or b.write)
+            apart = before != behind and FINISHER not in (a.solo, b.solo)
+            if touch and not apart and not (a.solo and a.solo == b.solo) and a.step != b.step:
                 return False
     return True
 
@@ -183,6 +188,16 @@ EQUIVALENT = (
         "no two accesses to the same bytes are kept apart by it alone: in every kind of block the next barrier comes before others touch"
         " what the first warp still reads",
         _kept_apart,
+    ),
+    *(
+        Equivalent(
+            f"barrier {name!r} dropped",
+            f"{call} of",
+            "no two accesses to the same bytes are kept apart by it alone, in every kind of block: the finisher and the others meet again before"
+            " either touches what the other still uses. It spares the polls beside a publication",
+            _kept_apart,
+        )
+        for name, call in (("input", "matrix"), ("input", "attention"), ("merge", "attention"))
     ),
     Equivalent(
         "half the bytes",

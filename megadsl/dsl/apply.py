@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetLoader,
     SetPrefetch,
+    SetFinish,
     SetRegisters,
     SetRing,
     SetRole,
@@ -50,7 +51,7 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetFinish, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -82,6 +83,8 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return replace(schedule, scope=record.scope, resident=2 if record.scope == "op" else 1)
         case SetRegisters():
             return replace(schedule, registers=record.registers)
+        case SetFinish():
+            return replace(schedule, finish=record.finish)
         case SetSync():
             return _sync(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():

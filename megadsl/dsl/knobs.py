@@ -17,6 +17,7 @@ from megadsl.dsl.overrides import (
     Overrides,
     SetCount,
     SetLoader,
+    SetFinish,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -27,7 +28,7 @@ from megadsl.dsl.overrides import (
     SetSync,
     recorded,
 )
-from megadsl.dsl.schedule import BLOCK_REGISTERS, GATHERS, HINTS, KINDS, RESIDUALS, SCALES, SCOPES
+from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, RESIDUALS, SCALES, SCOPES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -61,6 +62,7 @@ _DATA, _CODE = False, True
 KNOBS: tuple[Knob, ...] = (
     Knob("launch", KERNEL, "s.launch(...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
     Knob("block_registers", KERNEL, "s.registers(...)", SetRegisters, "block_registers", words(*BLOCK_REGISTERS), _KEEPS, _CODE),
+    Knob("finish", KERNEL, "s.finish(...)", SetFinish, "finish", words(*FINISHES), _KEEPS, _CODE),
     Knob(
         "blocks",
         KERNEL,

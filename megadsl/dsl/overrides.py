@@ -42,6 +42,14 @@ class SetRegisters:
 
 
 @dataclass(frozen=True)
+class SetFinish:
+    """Who adds a block's partial sums and publishes."""
+
+    finish: str
+    span: Span
+
+
+@dataclass(frozen=True)
 class SetRole:
     """Fields of a role: warps, kind. With a kind the role need not exist: it is added."""
 
@@ -105,7 +113,7 @@ class SetSync:
     span: Span = dataclasses.field(compare=False)
 
 
-Override: TypeAlias = SetCount | SetScope | SetRegisters | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+Override: TypeAlias = SetCount | SetScope | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ def decided(record: Override) -> Iterator[Decision]:
             yield Decision(SetCount, (), record.field, record.value, record.span)
         case SetScope():
             yield Decision(SetScope, (), "scope", record.scope, record.span)
+        case SetFinish():
+            yield Decision(SetFinish, (), "finish", record.finish, record.span)
         case SetRegisters():
             yield Decision(SetRegisters, (), "block_registers", record.registers, record.span)
         case SetRole():
@@ -175,6 +185,8 @@ def recorded(decision: Decision) -> Override:
             return SetScope(value, span)
         case kind if kind is SetRegisters:
             return SetRegisters(value, span)
+        case kind if kind is SetFinish:
+            return SetFinish(value, span)
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:

@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetLoader,
     SetPrefetch,
+    SetFinish,
     SetRegisters,
     SetRing,
     SetRole,
@@ -41,6 +42,7 @@ GATHERS = ("shared", "registers")
 RESIDUALS = ("block", "exchange")
 SCOPES = ("step", "op")
 BLOCK_REGISTERS = ("launched", "moved")
+FINISHES = ("block", "warp")
 
 
 class _Keep:
@@ -115,6 +117,13 @@ class ScheduleBlock:
         span = caller_span()
         self.choice("registers", which, BLOCK_REGISTERS, span)
         self.record(SetRegisters(which, span))
+
+    def finish(self, who: str) -> None:
+        """Who adds the partial sums of a block's warps, and publishes: "block", those warps; "warp", one more warp that does nothing else, so
+        that they go on to the next op meanwhile. For few tokens. Bit-identical."""
+        span = caller_span()
+        self.choice("finish", who, FINISHES, span)
+        self.record(SetFinish(who, span))
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""

@@ -11,6 +11,7 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
+from megadsl.lower.finish import side
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.launches import launches
@@ -78,6 +79,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
+        "side": side,
         "begin_name": begin_name,
         "ring_name": lambda role: f"ring_{ident(role)}",
         "ring_type": lambda role: f"{_camel(role)}Ring",

@@ -218,6 +218,7 @@ class Tunables:
     loader_registers: int
     head_dim: int
     rope_dim: int
+    finishes: bool  # a warp behind the consumers' adds what they multiply, and publishes
 
 
 @dataclass(frozen=True)

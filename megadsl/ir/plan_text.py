@@ -34,7 +34,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
         ],
     )
     for program in plan.programs:
-        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}", list(_program(program.body))
+        behind = f", and warp {program.warps}, which finishes" if program.kind == "consumer" and plan.tunables.finishes else ""
+        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}{behind}", list(_program(program.body))
     yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]
     yield "shape", [f"{r.type} {r.name} = {', '.join(map(str, r.words))}" for r in plan.shape]
 

@@ -14,6 +14,7 @@ from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
@@ -81,7 +82,8 @@ def plan_memory(
         for arg, _ in vectors(op) if copies_vectors(op, graph, schedule) else ():
             areas.append(Area(copy_name(op, arg), end, copy_bytes(op), overlay=True))
             end += round_up(copy_bytes(op), 128)
-        at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) else sums)
+        # A finisher may still be at an earlier op's sums when the next one's vectors are copied.
+        at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) or finishers(schedule) else sums)
     at = max(at, _place(areas, sums, [("sums", _sums_bytes(graph, schedule))]))
     # Behind all that other warps may still read while the first leave their products.
     at = max(

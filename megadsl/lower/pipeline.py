@@ -17,6 +17,7 @@ from megadsl.lower.builder import Builder
 from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
+from megadsl.lower.finish import choose_finish, finishers
 from megadsl.lower.fuse import fuse
 from megadsl.lower.held import hold_tiles
 from megadsl.lower.infer import infer
@@ -74,6 +75,7 @@ def _schedule(state: Lowering) -> None:
         verify_schedule(state.graph, schedule, state.machine, asked, found)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
+    state.schedule = choose_finish(state.graph, state.schedule)
     state.schedule = choose_registers(state.graph, state.schedule, state.machine)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
@@ -133,6 +135,7 @@ def _plan(state: Lowering) -> None:
             loader_registers=block.loader,
             head_dim=max((op.head_dim for op in attentions), default=0),
             rope_dim=max(ropes, default=0),
+            finishes=finishers(schedule) > 0,
         ),
         programs=state.programs,
         sites=tuple(state.builder.sites),

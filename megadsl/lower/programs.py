@@ -10,6 +10,7 @@ from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
@@ -24,7 +25,7 @@ from megadsl.types import Level, ceil_div
 def build_programs(builder: Builder) -> tuple[Program, ...]:
     """One program per role, loaders' first; their warps come behind the consumers', which are whole warpgroups then (lower/threads.py)."""
     programs: list[Program] = []
-    warp = builder.schedule.consumer.warps
+    warp = builder.schedule.consumer.warps + finishers(builder.schedule)
     for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
         phases = _load_phases if role.kind == "loader" else _consume_phases
         first = warp if role.kind == "loader" else 0
@@ -130,7 +131,7 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     args: dict[str, object] = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
     alone = stages_alone(builder, op)
-    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone else ()
+    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and (isinstance(op, Embed) or not finishers(builder.schedule)) else ()
     args |= {"solo": alone, "raw": isinstance(op, Embed)}  # raw: bits as they lie in a table, rather than results of conversions
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
@@ -142,6 +143,8 @@ def stages_alone(builder: Builder, op: Op) -> bool:
     """
     if isinstance(op, Embed) or op.out is None or builder.exchange(op.out).wire == "Flag":
         return False
+    if finishers(builder.schedule):
+        return True
     units = builder.exchange(op.out).units
     if isinstance(op, Attention):
         return units * merge_lanes(op, builder.graph.tokens, builder.schedule)[0] <= WARP_THREADS
@@ -151,7 +154,7 @@ def stages_alone(builder: Builder, op: Op) -> bool:
 
 
 def _end(builder: Builder, op: Op) -> tuple[str, ...]:
-    return () if op.out is None or stages_alone(builder, op) else ("end",)
+    return () if op.out is None or stages_alone(builder, op) or finishers(builder.schedule) else ("end",)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -164,7 +167,7 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
 def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
     if value in kept_locally(builder.graph, builder.schedule):
         kept = Region("smem", f"kept.{value}", Level.BLOCK)
-        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args={"value": value})
+        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args={"value": value, "raw": isinstance(op, Embed)})
 
 
 def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:
@@ -309,6 +312,8 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
     gathered = () if in_registers(op, builder.schedule) else ("gathered",)
+    if finishers(builder.schedule):
+        gathered = ("input", *gathered)
     return (*gathered, "partials", *ends)
 
 
@@ -382,7 +387,8 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
     region = Region("exchange", best, Level.GPU, "epoch")
     control = Region("control", "next_ids", Level.GPU)
     between = ("token",) if feeds_itself(builder.graph, builder.schedule) else ()
-    syncs, args = ("candidates", "winners", *between, "choice"), {"value": best, "round": "epoch"}
+    alone = finishers(builder.schedule) > 0  # one warp meets itself
+    syncs, args = between if alone else ("candidates", "winners", *between, "choice"), {"value": best, "round": "epoch"}
     return Instr(Verb.SIGNAL, "argmax", op.name, op.span, site, (region,), (region, control), syncs=syncs, args=args)
 
 
@@ -410,6 +416,9 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
 
 def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator[str]:
     """Barriers of mk::run_attention."""
+    finished = finishers(builder.schedule) > 0
+    if finished:
+        yield "input"
     units, blocks, tiles = op.kv_heads * builder.schedule.op(op.name).splits, builder.schedule.blocks, query_tiles(op, builder.graph.tokens)
     if units > blocks:
         yield "again"
@@ -422,7 +431,9 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
     yield "parts"
     if parts.wire == "Flag":
         yield "published"
-    if units < blocks:
+    if finished:
+        yield "merge"
+    elif units < blocks:
         yield "idle"
 
 

@@ -10,6 +10,7 @@ from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
+from megadsl.lower.finish import finishers, why_block
 from megadsl.lower.operands import kept_values, takes_chunks
 from megadsl.lower.threads import WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
@@ -47,6 +48,7 @@ NOT_MOVED = declare(
     "registers cannot move from loaders to consumers: {why}",
     'leave s.registers("moved") out, or use 4, 8 or 12 consumer warps',
 )
+NOT_FINISHED = declare("MK246", "one warp of a block cannot finish what the others multiply: {why}", 'leave s.finish("warp") out')
 BAD_BLOCKS = declare("MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks")
 BAD_STAGE = declare(
     "MK164",
@@ -334,7 +336,7 @@ def _having(feature: str) -> str:
 
 
 def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Overrides, found: Collector) -> None:
-    warps = sum(r.warps for r in schedule.roles)
+    warps = sum(r.warps for r in schedule.roles) + finishers(schedule)
     span = asked.said(graph.span, "warps")
     if warps > machine.max_warps_per_block:
         found.add(TOO_MANY_WARPS, span, warps=warps, arch=machine.arch, limit=machine.max_warps_per_block)
@@ -344,6 +346,8 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
             found.add(REGISTERS, span, warps=warps, registers=registers, need=MIN_REGISTERS)
     if schedule.registers == "moved" and (why := why_stay(schedule, machine)):
         found.add(NOT_MOVED, asked.said(graph.span, "block_registers"), why=why)
+    if finishers(schedule) and (why := why_block(graph, schedule)):
+        found.add(NOT_FINISHED, asked.said(graph.span, "finish"), why=why)
     if not 1 <= schedule.blocks <= machine.sms:
         found.add(BAD_BLOCKS, asked.said(graph.span, "blocks"), blocks=schedule.blocks, arch=machine.arch, limit=machine.sms)
     need = ceil_div(4 * graph.tokens, WARP_THREADS)  # one thread per (token, row pair) of a group

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import Schedule
+from megadsl.lower.finish import finishers
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
 
@@ -47,7 +48,7 @@ class Threads:
 def threads(schedule: Schedule, machine: Machine) -> Threads:
     """How many threads a block has, and which registers they get."""
     consumers = schedule.consumer.warps
-    loaders = sum(r.warps for r in schedule.roles) - consumers
+    loaders = sum(r.warps for r in schedule.roles) - consumers + finishers(schedule)
     launched = _launched(consumers + loaders, schedule.resident, machine)
     if schedule.registers == "moved" and not why_stay(schedule, machine):
         warps = consumers + WARPGROUP
@@ -68,8 +69,8 @@ def why_stay(schedule: Schedule, machine: Machine) -> str:
         return "two blocks share the registers of an SM where a launch is an op"
     if consumers % WARPGROUP:
         return f"{consumers} consumer warps are no whole warpgroups"
-    if sum(r.warps for r in schedule.roles) - consumers > WARPGROUP:
-        return f"the loaders' warps are more than {WARPGROUP}"
+    if sum(r.warps for r in schedule.roles) - consumers + finishers(schedule) > WARPGROUP:
+        return f"the other warps are more than {WARPGROUP}"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
-from megadsl.dsl.schedule import BLOCK_REGISTERS, HINTS, RESIDUALS, SCALES
+from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, RESIDUALS, SCALES
 from megadsl.ir.graph import Linear
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
@@ -261,6 +261,13 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: scene.schedule.registers,
         lambda scene, of: [which for which in BLOCK_REGISTERS if which != scene.schedule.registers],
         lambda scene, of, value: effects.TRIFLE_US,
+    ),
+    Turn(
+        knobs_of(KERNEL)["finish"],
+        _whole,
+        lambda scene, of: scene.schedule.finish,
+        lambda scene, of: [who for who in FINISHES if who != scene.schedule.finish],
+        lambda scene, of, value: 0.2 * scene.hops,
     ),
     Turn(
         knobs_of(KERNEL)["blocks"],

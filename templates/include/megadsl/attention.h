@@ -408,6 +408,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, kv_len);
@@ -428,6 +429,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % B::kTokens);
     };
     ask_ancestors(0);
+    if (u == block.cx.block) block.meet();
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
     if constexpr (H::kMaps) {
@@ -461,7 +463,8 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   }
   // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what
   // it staged before is still being published, and the merge stages anew.
-  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  if (!B::kFinishes && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  block.meet();
 }
 
 }  // namespace mk

@@ -26,12 +26,15 @@ struct SmemShape {
   i32 sums;         // products with some chunks of the columns, see ChunkSums
 };
 
-template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_>
+// kFinishes: a further warp, Finisher, does what comes behind the partial sums.
+template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_, bool kFinishes_ = false>
 struct Block {
+  static constexpr bool kFinishes = kFinishes_;
   static constexpr u32 kTokens = kTokens_;
   static constexpr u32 kWarps = kWarps_;
   static constexpr u32 kThreads = kWarps * 32;
   static constexpr u32 kBarrier = 1;  // named barrier 0 belongs to the whole block
+  static constexpr u32 kMeeting = 2;
 
   const Context& cx;
   const Buffers& buffers;
@@ -49,10 +52,43 @@ struct Block {
     chaos(cx, Place::kBarrier, 0, 0);
     ptx::bar_sync(kBarrier, kThreads);
   }
+  // These warps and the finisher.
+  MK_DEV void meet() const {
+    if (!kFinishes) return;
+    chaos(cx, Place::kBarrier, 0, 0);
+    ptx::bar_sync(kMeeting, kThreads + kWarpSize);
+  }
 
   // Tells the loaders that the block is about to meet others, or that it has met them.
   MK_DEV void meeting(i32 word, bool ahead) const {
     if (thread == 0) ptx::st_shared_hint(at<u32>(word), ahead ? 1u : 0u);
+  }
+
+  template <class T>
+  MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }
+};
+
+// The warp that finishes what a block's other consumer warps have multiplied: it adds their partial sums, and publishes. They go on to the
+// next op meanwhile, as far as they can before its input is there. A team of one warp, for whatever teams do.
+template <class Multiplying>
+struct Finisher {
+  static constexpr u32 kTokens = Multiplying::kTokens;
+  static constexpr u32 kWarps = Multiplying::kWarps;  // that leave partial sums
+  static constexpr u32 kThreads = kWarpSize;
+
+  const Context& cx;
+  const Buffers& buffers;
+  smem_ptr<char> smem;
+  u32 thread;
+
+  MK_DEV Finisher(const Context& context, const Buffers& b) : cx(context), buffers(b), smem(ptx::smem_base()), thread(ptx::lane_id()) {}
+
+  MK_DEV u32 warp() const { return 0; }
+  MK_DEV u32 lane() const { return thread; }
+  MK_DEV void sync() const { ptx::syncwarp(); }
+  MK_DEV void meet() const {
+    chaos(cx, Place::kBarrier, 0, 0);
+    ptx::bar_sync(Multiplying::kMeeting, Multiplying::kThreads + kWarpSize);
   }
 
   template <class T>
@@ -68,7 +104,7 @@ MK_DEV void begin_op(Context& cx, B& block) {
   chaos_op(cx);
 }
 
-// What a block's threads stage and then publish. kSolo: its first warp has staged everything and publishes alone, so that no
+// What a block's threads stage and then publish. kSolo: its first warp, or its finisher, has staged everything and publishes alone, so that no
 // barrier of the block stands between the last result and its way out.
 template <class Wire, bool kSolo, class B>
 struct Publication : Outgoing<Wire, B::kTokens> {
@@ -81,6 +117,10 @@ struct Publication : Outgoing<Wire, B::kTokens> {
       if (block.warp() == 0) {
         ptx::syncwarp();
         if (!lost) this->send();
+        if (Wire::kFlagged) {
+          ptx::syncwarp();
+          if (!lost) this->raise();
+        }
         trace(block.cx, Event::kEnd, site);
       }
       // Now others may write where the results came from. Where they could not do so before the block meets anyway, the barrier still

@@ -232,15 +232,16 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
   }
 }
 
-// Consumer side. `poll(x)` brings the input; `epilogue`, `scale` and `held` as in run_matrix, kMeets too. kVectors: how many stages of
-// vectors lie in the ring before the tiles.
-template <u32 kBatch, class G, bool kMeets, u32 kVectors, class B, class R, class Poll, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
-MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Poll poll, Epilogue epilogue,
-                       Scale scale = {}, const H& held = {}) {
+// Multiplies all of a block's row groups. `poll(x)` brings the input; `held` as in run_matrix. kVectors: how many stages of vectors lie in the
+// ring before the tiles. `settle()` comes before the first batch's sums are handed to `meet(partials, first, last)`.
+template <u32 kBatch, class G, u32 kVectors, class B, class R, class Poll, class Settle, class Meet, class H>
+MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Poll poll, Settle settle, Meet meet,
+                            const H& held) {
   constexpr u32 kSums = B::kWarps * B::kTokens * kGroupRows, kHeldGroups = H::kTiles / G::kPieces;
   static_assert(H::kTiles % G::kPieces == 0 && kHeldGroups <= kBatch, "whole row groups of the first batch are held");
   const RowGroups own = own_groups(block.cx, s);
   LaneParts<G, B> x;
+  block.meet();
   trace(block.cx, Event::kWait, site);
   poll(x);
   trace(block.cx, Event::kReady, site);
@@ -256,7 +257,6 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
   }
 #pragma unroll 1
   for (u32 i = 0; i < kVectors + ceil_div(taken * G::kPieces, G::kTogether); ++i) reader.release();
-  float factor = 1.0f;
 #pragma unroll 1
   do {
     const u32 last = first + min_u32(kBatch, own.end - first);
@@ -264,16 +264,27 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
     if (last == own.end) block.meeting(smem.meeting, true);
     if (!H::kWhole) multiply_from_ring<G>(block, reader, site, first + taken, last, x, partials + taken * kSums);
     trace(block.cx, Event::kTaken, site, reader.taken.now());
-    if (first == own.begin) scale.settle();
+    if (first == own.begin) settle();
+    meet(partials, first, last);
+    first = last, taken = 0, turn ^= 1;
+  } while (!(H::kWhole) && first < own.end);
+}
+
+// Consumer side; `epilogue` and `scale` as in run_matrix, kMeets too.
+template <u32 kBatch, class G, bool kMeets, u32 kVectors, class B, class R, class Poll, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
+MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Poll poll, Epilogue epilogue,
+                       Scale scale = {}, const H& held = {}) {
+  const u32 begin = own_groups(block.cx, s).begin;
+  float factor = 1.0f;
+  const auto finish = [&](smem_ptr<float> partials, u32 first, u32 last) {
     block.sync();
-    const bool begins = first == own.begin;
     const auto scaled = [&] {
-      if (begins) factor = scale.factor(own_token(block));
+      if (first == begin) factor = scale.factor(own_token(block));
       return factor;
     };
     finish_batch<kBatch, false>(block, partials, first, last, ChunkSums{}, scaled, epilogue);
-    first = last, taken = 0, turn ^= 1;
-  } while (!(H::kWhole) && first < own.end);
+  };
+  multiply_direct<kBatch, G, kVectors>(block, reader, site, s, smem, poll, [&] { scale.settle(); }, finish, held);
   if (kMeets) block.sync();
 }
 

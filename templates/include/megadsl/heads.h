@@ -141,6 +141,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 rows = u32(s.rows), warp = block.warp(), lane = block.lane();
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
     const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
@@ -157,6 +158,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     LaneSoftmax<T> state;
     trace(block.cx, Event::kWait, gather_site, unit.split);
     const Round round = exchange_round(block.buffers, qkv, qkv_sequence);
+    if (u == block.cx.block) block.meet();
     if (warp < classes) queries.template poll<QkvWire>(block.cx, gather_site, s, round, unit.head, lane, fresh, row);
     trace(block.cx, Event::kReady, ring_site, u);
     u32 next = warp < classes ? warp : ~0u;  // the warp's next chunk, counted from the unit's first
@@ -188,7 +190,8 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
   // As in run_attention: a block without a unit meets here, for what it staged before is still being published.
-  if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  if (!B::kFinishes && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
+  block.meet();
 }
 
 }  // namespace mk

@@ -391,6 +391,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   u32 turn = 0;
   Progress<B> ahead = {own.begin};
   const auto gather_chunk = [&](u32 column) {
+    block.meet();
     trace(block.cx, Event::kWait, site, column);
     input.bring(column * kChunkColumns, kChunkColumns);
     trace(block.cx, Event::kReady, site, column);
@@ -414,8 +415,12 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
                       chunks.last && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
       trace(block.cx, Event::kTaken, site, reader.taken.now());
       if (chunks.last && item == own.begin) settle();
-      block.sync();
-      finish(partials, item - own.begin, last - first, chunks);
+      if constexpr (B::kFinishes) {
+        block.meet();
+      } else {
+        block.sync();
+        finish(partials, item - own.begin, last - first, chunks);
+      }
       turn ^= 1;
     });
   };
@@ -431,6 +436,37 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   if (kEnds) block.sync();
 }
 
+// What the finisher does while the others are in run_tiles or multiply_direct: it meets them before they bring an input, and behind each batch,
+// whose sums it hands to `finish` as run_tiles does.
+template <u32 kBatch, class G, class B, class Finish>
+MK_DEV void finish_tiles(const B& block, const LinearShape& s, const SmemShape& smem, Finish finish) {
+  const RowGroups own = own_groups(block.cx, s);
+  u32 turn = 0;
+  for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
+    for_each_pass(G::kGroups, G::kChunks, groups, [&](u32 begin, u32 end, u32 chunk) {
+      block.meet();
+      for_each_pass(kBatch, 1, RowGroups{begin, end}, [&](u32 first, u32 last, u32) {
+        block.meet();
+        const ChunkSums chunks = {block.template at<float>(smem.sums) + (first - begin) * B::kTokens * kGroupRows, chunk == 0, chunk + 1 == G::kChunks};
+        finish(partials_of<kBatch>(block, smem, turn), part * u32(s.groups) + first - own.begin, last - first, chunks);
+        turn ^= 1;
+      });
+    });
+  });
+}
+
+// Row groups of a matrix, `first` and on from the block's first, `begin`. `factor(token)` is asked for once, into `scale`, for no thread has a
+// group in a later batch, but none in the first.
+template <u32 kBatch, class G, class B, class Factor, class Epilogue>
+MK_DEV void finish_groups(const B& block, smem_ptr<float> partials, u32 begin, u32 first, u32 count, ChunkSums chunks, Factor factor, float& scale,
+                          Epilogue epilogue) {
+  const auto scaled = [&] {
+    if (first == 0) scale = factor(own_token(block));
+    return scale;
+  };
+  finish_batch<kBatch, (G::kChunks > 1)>(block, partials, begin + first, begin + first + count, chunks, scaled, epilogue);
+}
+
 // A matrix whose columns are not split: `epilogue` as in finish_batch, `scale` as Unscaled. kMeets: all warps' results are there at
 // the end; else they are known within the warp.
 template <u32 kBatch, class G, bool kMeets, class B, class R, class Gather, class Epilogue, class Scale = Unscaled, class H = NothingHeld>
@@ -440,13 +476,19 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
   float factor = 1.0f;
   const auto settle = [&] { scale.settle(); };
   const auto finish = [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
-    const auto scaled = [&] {  // no thread has a group in a later batch, but none in the first
-      if (first == 0) factor = scale.factor(own_token(block));
-      return factor;
-    };
-    finish_batch<kBatch, (G::kChunks > 1)>(block, partials, begin + first, begin + first + count, chunks, scaled, epilogue);
+    finish_groups<kBatch, G>(block, partials, begin, first, count, chunks, [&](u32 token) { return scale.factor(token); }, factor, epilogue);
   };
   run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, finish, held);
+}
+
+// The finisher's side of it; `factor` as RowScale's.
+template <u32 kBatch, class G, class B, class Factor, class Epilogue>
+MK_DEV void finish_matrix(const B& block, const LinearShape& s, const SmemShape& smem, Factor factor, Epilogue epilogue) {
+  const u32 begin = own_groups(block.cx, s).begin;
+  float scale = 1.0f;
+  finish_tiles<kBatch, G>(block, s, smem, [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
+    finish_groups<kBatch, G>(block, partials, begin, first, count, chunks, factor, scale, epilogue);
+  });
 }
 
 }  // namespace mk

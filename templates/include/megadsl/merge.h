@@ -90,6 +90,7 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
   const Round round = exchange_round(block.buffers, parts, sequence);
   trace(block.cx, Event::kWait, site);
   const u32 rounded = ceil_div(items * lanes, 32) * 32;  // whole warps: lanes without an item still shuffle
+  block.meet();
 #pragma unroll 1
   for (u32 i = block.thread; i < rounded; i += B::kThreads) {
     const u32 item = i / lanes, token = item % kTokens, group = own.begin + item / kTokens;

@@ -101,7 +101,19 @@ MK_DEV bool take_token(const B& block, u32 site, const Round& round, Step& step,
     }
   }
   block.sync();
+  block.meet();
   trace(block.cx, Event::kReady, site);
+  const bool more = steps.more();
+  if (more) step = step_after(step);
+  return more;
+}
+
+// What the multiplying warps do meanwhile, where a finisher chooses.
+template <class B, class S, class Beside>
+MK_DEV bool await_token(const B& block, Step& step, const S& steps, Beside beside) {
+  if (steps.last(step)) return false;
+  beside(step_after(step));
+  block.meet();
   const bool more = steps.more();
   if (more) step = step_after(step);
   return more;

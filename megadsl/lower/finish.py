@@ -1,0 +1,52 @@
+"""Who adds the partial sums of a block's warps, applies the epilogue and publishes.
+
+By the block: its warps meet behind their products, and the first ones add. By a warp of its own, the finisher: it adds and publishes while the
+others are on their way to the next op, whose addresses and held tiles then cost no time; they meet it before they poll. The finisher also
+merges splits, takes the next token, and gathers residual rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megadsl.ir.graph import Graph
+from megadsl.ir.plan import Instr
+from megadsl.ir.schedule import Schedule
+
+MOST_TOKENS = 8  # mk::finish_batch: four threads a token
+FEW_TOKENS = 2  # at more, one warp would finish what takes several
+
+MULTIPLY, FINISH, BOTH = "multiply", "finish", "both"
+_FINISHED = ("merge", "gather_kept", "release_rows", "acquire_rows")
+_SHARED = ("matrix", "attention", "argmax")
+
+
+def choose_finish(graph: Graph, schedule: Schedule) -> Schedule:
+    """``schedule`` with who finishes decided: a warp of its own for few tokens."""
+    if schedule.finish:
+        return schedule
+    return replace(schedule, finish="warp" if graph.tokens <= FEW_TOKENS and not why_block(graph, schedule) else "block")
+
+
+def why_block(graph: Graph, schedule: Schedule) -> str:
+    """Why one warp cannot finish; "" where it can."""
+    if schedule.scope != "step":
+        return "a launch is an op, and ends with it"
+    if graph.tokens > MOST_TOKENS:
+        return f"it has four threads a token, for at most {MOST_TOKENS}, and there are {graph.tokens}"
+    split = next((how.op for how in schedule.ops if how.ways > 1), None)
+    return f"the columns of {split!r} are split" if split is not None else ""
+
+
+def finishers(schedule: Schedule) -> int:
+    """Warps of a block that only finish."""
+    return int(schedule.finish == "warp")
+
+
+def side(instr: Instr) -> str:
+    """Where a warp finishes: which of a block's consumer warps run an instruction."""
+    if instr.call in _SHARED:
+        return BOTH
+    if instr.call in ("publish", "keep"):
+        return MULTIPLY if instr.args["raw"] else FINISH
+    return FINISH if instr.call in _FINISHED else MULTIPLY
