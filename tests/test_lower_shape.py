@@ -190,10 +190,11 @@ def test_attention_and_merge() -> None:
         "fresh": area("attention.fresh"),
         "rows": 5 * 5,  # five query heads read the one KV head, five tokens each
         "max_rows": 100,
+        "splits_inverse": divisor_inverse(3),
     }
     assert head == 7 * 16 * 64 * 2 * 2 and layer == head  # 100 rows are 7 chunks of 16
     share = s.plan.exchange("attention")
-    merge = {"groups": share.groups, "share_offset": share.share_offset, "lanes": 2}  # 14 groups of 5 tokens
+    merge = {"groups": share.groups, "share_offset": share.share_offset, "heads": 5, "heads_inverse": divisor_inverse(5)}
     assert fields("mk::MergeShape", "attention_merge") == merge
 
 

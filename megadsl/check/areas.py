@@ -361,8 +361,7 @@ class Stream:
     def _merge(self, step: Step) -> Iterator[Event]:
         heads = self.device.heads(step.instr.op)
         groups = self.owned(heads.merge_groups, heads.merge_offset)
-        lanes = self.device.records[f"{ident(step.instr.op)}_merge"][2]
-        solo = self._one(groups * self.device.tokens * lanes <= WARP_THREADS)
+        solo = self._one(groups * self.device.tokens * int(step.instr.args["lanes"]) <= WARP_THREADS)
         yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
 

@@ -452,8 +452,8 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     round_ = sequence(builder, parts.name, op.name)
     site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
     region = Region("exchange", parts.name, parts.level, round_)
-    at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)[1]
-    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "at_once": at_once}
+    lanes, at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)

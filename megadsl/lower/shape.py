@@ -9,7 +9,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import part_shares
-from megadsl.lower.exchanges import kept_locally, merge_lanes, sharing
+from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
@@ -143,9 +143,9 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     words = (
         kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin,
         op.k.begin, op.v.begin, float_bits(op.scale * LOG2_E), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
-        memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv,
+        memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv, divisor_inverse(how.splits),
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)
-    merge = (share.groups, share.share_offset, merge_lanes(op, graph.tokens, schedule)[0])
+    merge = (share.groups, share.share_offset, op.heads // op.kv_heads, divisor_inverse(op.heads // op.kv_heads))
     found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
     return found + [_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op)]

@@ -27,6 +27,9 @@ struct AttentionShape {
   i32 fresh;         // shared memory: this step's K and V as one cache chunk
   i32 rows;          // query rows per KV head
   i32 max_rows;      // capacity of the cache
+  i32 splits_inverse;  // Divisor::inverse of splits
+
+  MK_DEV Divisor divisor() const { return {u32(splits), u32(splits_inverse)}; }
 };
 
 template <u32 kHeadDim_, class B>
@@ -49,10 +52,12 @@ struct Unit {
 
 // Splits differ by one chunk at most, this step's rows counted as one; the last one has the last of the older chunks in any case,
 // for that is where its rows go. Loader and consumers call it alike.
-MK_DEV Unit attention_unit(u32 splits, u32 unit, u32 kv_len) {
-  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows), last = max_u32(chunks, 1) - 1;
-  const bool fresh = split + 1 == splits;
-  return {head, split, min_u32((chunks + 1) * split / splits, last), fresh ? chunks : min_u32((chunks + 1) * (split + 1) / splits, last), fresh};
+MK_DEV Unit attention_unit(const Divisor& splits, u32 unit, u32 kv_len) {
+  const u32 head = splits.divide_any(unit), split = unit - head * splits.value;
+  const u32 chunks = ceil_div(kv_len, kChunkRows), last = max_u32(chunks, 1) - 1, before = (chunks + 1) * split;
+  const bool fresh = split + 1 == splits.value;
+  const u32 begin = splits.divide_any(before), end = splits.divide_any(before + chunks + 1);
+  return {head, split, min_u32(begin, last), fresh ? chunks : min_u32(end, last), fresh};
 }
 
 MK_DEV char* cache_chunk(const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 chunk, u32 chunk_bytes) {
@@ -113,6 +118,7 @@ struct Softmax {
   smem_ptr<char> tile;  // this warp's query tile
   // Heads of 128 would not leave enough registers: their queries are read again for each chunk.
   static constexpr bool kKeepQueries = T::kHeadDim <= 64;
+  static constexpr bool kOneTile = false;
   u32x4 kept[kKeepQueries ? T::kPanels : 1][2];
 
   MK_DEV static u32 row(u32 lane, u32 r) { return lane / 4 + 8 * r; }
@@ -257,13 +263,14 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
       });
 }
 
-// Writes this step's rows behind the cached ones. Bulk copies of that chunk have landed: every warp has waited for them.
+// Writes this step's rows behind the cached ones. Bulk copies of that chunk have landed: every warp has waited for them. The block's last
+// threads begin: its first warp has the parts to add next.
 template <class T, class B>
 MK_DEV void append_rows(const B& block, const AttentionShape& s, const Step& step, u32 layer, u32 head) {
   if (given_up(block.cx)) return;  // what was gathered may be garbage
   const smem_ptr<char> fresh = block.template at<char>(s.fresh);
 #pragma unroll 1
-  for (u32 i = block.thread; i < step.tokens * T::kHeadDim; i += B::kThreads) {
+  for (u32 i = B::kThreads - 1 - block.thread; i < step.tokens * T::kHeadDim; i += B::kThreads) {
     const u32 token = i / T::kHeadDim, dim = i % T::kHeadDim, row = step.kv_len + token;
     if (row >= u32(s.max_rows)) continue;
     char* chunk = cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes);
@@ -407,15 +414,15 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
                           const H& heads = {}) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
-  const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
+  const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16), part_rows = min_u32(16, rows);
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, kv_len);
+    const Unit unit = attention_unit(s.divisor(), u, kv_len);
     const u32 chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
-    const auto tiles_from = [&](u32 first_tile) { return min_u32(B::kWarps, all_tiles - first_tile); };
+    const auto tiles_from = [&](u32 first_tile) { return S<T>::kOneTile ? 1 : min_u32(B::kWarps, all_tiles - first_tile); };
     HeldChunk<T> held = {};  // zeros: registers without a value on some path would count as in use in all the loop
     u32 held_stages = 0;
     if (kHolds) held_stages = hold_chunks<T>(block, reader, ring_site, unit, classes_of(tiles_from(0)), block.warp() / tiles_from(0), held);

@@ -11,6 +11,7 @@ namespace mk {
 
 template <class T>
 struct FewRows {
+  static constexpr bool kOneTile = true;  // query rows of a KV head are never more
   float maximum[2] = {kNoMaximum, kNoMaximum};
   float sum[2] = {0.0f, 0.0f};  // over this lane's rows of the chunks
   float out[T::kHeadDim / 16][4] = {};

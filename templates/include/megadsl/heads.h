@@ -144,10 +144,10 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    const Unit unit = attention_unit(s.divisor(), u, step.kv_len);
     const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0), stages = ceil_div(cached, kPerStage);
     const u32 classes = min_u32(B::kWarps, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
-    const bool fresh = unit.fresh && cached % classes == warp;   // this warp takes this step's row
+    const bool fresh = unit.fresh && cached % B::kWarps == warp;  // this warp takes this step's row: the last of the chunks, in turn
     const u32 ancestors = fresh ? ptx::ld_global<u32>(block.cx.control->ancestors) : 0;
     if (u != block.cx.block) block.sync();  // everybody is done with the unit before
     const bool early = cached <= classes;  // then the unit is taken out of the ring before its queries are there

@@ -7,7 +7,8 @@ namespace mk {
 struct MergeShape {
   i32 groups;        // heads * head_dim / 8
   i32 share_offset;
-  i32 lanes;         // lanes that share an item: a power of two, at most 32
+  i32 heads;         // query heads per KV head
+  i32 heads_inverse;  // Divisor::inverse of it
 };
 
 // One lane's splits of an item: eight output features, weighted relative to a running maximum.
@@ -24,11 +25,38 @@ struct MergeState {
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) out[i] = out[i] * mine + other[i] * theirs;
   }
-  MK_DEV void add_lane(u32 mask) {
-    float other[8];
+
+  // Adds the states of kLanes neighbouring lanes: first their maxima, so that one exponential weighs all that a lane has, then sums. Half
+  // of the values go with each of the first three steps, so that each lane is left with values [first, first + kLeft), in out[0] on.
+  template <u32 kLanes>
+  static constexpr u32 kLeft = kLanes >= 8 ? 1 : 8 / kLanes;
+  template <u32 kLanes>
+  MK_DEV u32 add_lanes(u32 lane) {
+    float highest = top;
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) other[i] = ptx::shfl_xor(out[i], mask);
-    add(ptx::shfl_xor(top, mask), ptx::shfl_xor(sum, mask), other);
+    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) highest = math::max(highest, ptx::shfl_xor(highest, mask));
+    const float weight = ptx::exp2_approx(top - highest);
+    top = highest, sum *= weight;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) out[i] *= weight;
+    u32 first = 0, count = 8;
+#pragma unroll
+    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) {
+      sum += ptx::shfl_xor(sum, mask);
+      const bool upper = (lane & mask) != 0;
+      if (count == 1) {
+        out[0] += ptx::shfl_xor(out[0], mask);
+        continue;
+      }
+      count /= 2;
+#pragma unroll
+      for (u32 i = 0; i < count; ++i) {
+        const float low = out[i], high = out[i + count];
+        out[i] = (upper ? high : low) + ptx::shfl_xor(upper ? low : high, mask);
+      }
+      first += upper ? count : 0;
+    }
+    return first;
   }
 };
 
@@ -78,37 +106,38 @@ MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, 
   }
 }
 
-// Merges the splits of this block's (feature group, token) items, `lanes` lanes to an item, in a fixed order, and stages
+// Merges the splits of this block's (feature group, token) items, kLanes lanes to an item, in a fixed order, and stages
 // the bf16 results. A lane polls kAtOnce splits together. kMeets: it ends behind a barrier; else the first warp has all items and
 // goes on alone.
-template <class Wire, class T, u32 kAtOnce, bool kMeets, class B, class Out>
+template <class Wire, class T, u32 kLanes, u32 kAtOnce, bool kMeets, class B, class Out>
 MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const AttentionShape& a, const ExchangeShape& parts, u32 sequence,
                       const Out& out) {
   constexpr u32 kTokens = B::kTokens, kGroupsPerHead = T::kHeadDim / 8;
   const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
-  const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens, heads_per_kv = u32(a.rows) / kTokens, lanes = u32(s.lanes);
+  const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens;
+  const Divisor heads = {u32(s.heads), u32(s.heads_inverse)};
   const Round round = exchange_round(block.buffers, parts, sequence);
-  trace(block.cx, Event::kWait, site);
-  const u32 rounded = ceil_div(items * lanes, 32) * 32;  // whole warps: lanes without an item still shuffle
   block.meet();
+  trace(block.cx, Event::kWait, site);
+  const u32 rounded = ceil_div(items * kLanes, 32) * 32;  // whole warps: lanes without an item still shuffle
 #pragma unroll 1
   for (u32 i = block.thread; i < rounded; i += B::kThreads) {
-    const u32 item = i / lanes, token = item % kTokens, group = own.begin + item / kTokens;
-    const u32 head = group / kGroupsPerHead;
+    const u32 item = i / kLanes, lane = i % kLanes, token = item % kTokens, group = own.begin + item / kTokens;
+    const u32 head = group / kGroupsPerHead, kv_head = heads.divide(head);
     MergeState state;
 #pragma unroll 1
-    for (u32 split = i % lanes; item < items && split < splits; split += lanes * kAtOnce)
-      poll_parts<Wire, T, kAtOnce>(block.cx, site, parts, round, head / heads_per_kv * splits + split, lanes, splits - split,
-                                   head % heads_per_kv * kTokens + token, group % kGroupsPerHead, state);
-#pragma unroll 1
-    for (u32 mask = lanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
-    if (item >= items || i % lanes != 0) continue;
+    for (u32 split = lane; item < items && split < splits; split += kLanes * kAtOnce)
+      poll_parts<Wire, T, kAtOnce>(block.cx, site, parts, round, kv_head * splits + split, kLanes, splits - split,
+                                   (head - kv_head * heads.value) * kTokens + token, group % kGroupsPerHead, state);
+    constexpr u32 kLeft = MergeState::kLeft<kLanes>;
+    const u32 first = state.template add_lanes<kLanes>(lane);
+    if (item >= items || lane % (kLanes >= 8 ? kLanes / 8 : 1) != 0) continue;
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
     const float scale = state.sum > 0.0f ? 1.0f / state.sum : 0.0f;
-    u32 words[4];
+    if (kLeft == 1) out.put_element(item, first, ptx::to_bf16(state.out[0] * scale));
 #pragma unroll
-    for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
-    out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
+    for (u32 j = 0; j < kLeft / 2; ++j)
+      out.put_pair(item, first / 2 + j, ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale));
   }
   if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);
