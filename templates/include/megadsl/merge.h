@@ -25,38 +25,13 @@ struct MergeState {
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) out[i] = out[i] * mine + other[i] * theirs;
   }
-
-  // Adds the states of kLanes neighbouring lanes: first their maxima, so that one exponential weighs all that a lane has, then sums. Half
-  // of the values go with each of the first three steps, so that each lane is left with values [first, first + kLeft), in out[0] on.
-  template <u32 kLanes>
-  static constexpr u32 kLeft = kLanes >= 8 ? 1 : 8 / kLanes;
-  template <u32 kLanes>
-  MK_DEV u32 add_lanes(u32 lane) {
-    float highest = top;
+  // With the state of the lane that differs in `mask`. Whole states: halves of them would need fewer shuffles, but cost a microsecond more
+  // (docs/performance.md).
+  MK_DEV void add_lane(u32 mask) {
+    float other[8];
 #pragma unroll
-    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) highest = math::max(highest, ptx::shfl_xor(highest, mask));
-    const float weight = ptx::exp2_approx(top - highest);
-    top = highest, sum *= weight;
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) out[i] *= weight;
-    u32 first = 0, count = 8;
-#pragma unroll
-    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) {
-      sum += ptx::shfl_xor(sum, mask);
-      const bool upper = (lane & mask) != 0;
-      if (count == 1) {
-        out[0] += ptx::shfl_xor(out[0], mask);
-        continue;
-      }
-      count /= 2;
-#pragma unroll
-      for (u32 i = 0; i < count; ++i) {
-        const float low = out[i], high = out[i + count];
-        out[i] = (upper ? high : low) + ptx::shfl_xor(upper ? low : high, mask);
-      }
-      first += upper ? count : 0;
-    }
-    return first;
+    for (u32 i = 0; i < 8; ++i) other[i] = ptx::shfl_xor(out[i], mask);
+    add(ptx::shfl_xor(top, mask), ptx::shfl_xor(sum, mask), other);
   }
 };
 
@@ -129,15 +104,15 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     for (u32 split = lane; item < items && split < splits; split += kLanes * kAtOnce)
       poll_parts<Wire, T, kAtOnce>(block.cx, site, parts, round, kv_head * splits + split, kLanes, splits - split,
                                    (head - kv_head * heads.value) * kTokens + token, group % kGroupsPerHead, state);
-    constexpr u32 kLeft = MergeState::kLeft<kLanes>;
-    const u32 first = state.template add_lanes<kLanes>(lane);
-    if (item >= items || lane % (kLanes >= 8 ? kLanes / 8 : 1) != 0) continue;
+#pragma unroll 1
+    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
+    if (item >= items || lane != 0) continue;
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
     const float scale = state.sum > 0.0f ? 1.0f / state.sum : 0.0f;
-    if (kLeft == 1) out.put_element(item, first, ptx::to_bf16(state.out[0] * scale));
+    u32 words[4];
 #pragma unroll
-    for (u32 j = 0; j < kLeft / 2; ++j)
-      out.put_pair(item, first / 2 + j, ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale));
+    for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
+    out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
   }
   if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);
