@@ -18,9 +18,11 @@ Interval = tuple[float, float]
 @dataclass
 class Execution:
     """One op's phase in one layer of one block, times in us. It follows ``previous`` (the end of the phase before), begins to wait at
-    ``began``, and ``end`` is when its result was on its way. ``waits`` are for other blocks; ``tiles`` reach from the first tile's
+    ``began``, and ``end`` is when its result was on its way; where another warp finishes, when that one had all products, and ``sent`` when
+    its result was on its way. ``waits`` are for other blocks; ``tiles`` reach from the first tile's
     landing to the last one's use, batch by batch, with the stages taken from the ring so far."""
 
+    role: str
     phase: str
     layer: int
     previous: float
@@ -30,6 +32,12 @@ class Execution:
     tiles: list[tuple[float, float, int]] = field(default_factory=list)
     parts: float | None = None
     exposed: float = 0.0
+    sent: float | None = None
+
+    @property
+    def result(self) -> float:
+        """When its result was on its way."""
+        return self.end if self.sent is None else self.sent
 
     @property
     def gap(self) -> float:
@@ -42,7 +50,7 @@ class Execution:
 
     @property
     def work(self) -> float:
-        return self.end - self.began - self.wait
+        return self.result - self.began - self.wait
 
     @property
     def first_tile(self) -> float:
@@ -97,7 +105,7 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
     found = []
     for block in timeline.blocks:
         loads = tuple(_loads(timeline.layout, block, role, names, share) for role in timeline.loaders())
-        executions = tuple(_executions(block, block.roles[timeline.consumer()], names))
+        executions = tuple(_all_executions(timeline, block, names))
         idle = loads[0].idle if loads else ()
         for other in loads[1:]:
             idle = tuple(_common(idle, other.idle))
@@ -109,24 +117,41 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
     return found
 
 
-def _executions(block: Block, records: Records, names: Mapping[int, str]) -> Iterator[Execution]:
+def _all_executions(timeline: Timeline, block: Block, names: Mapping[int, str]) -> list[Execution]:
+    """The consumers' executions and, where a warp of its own finishes, what it made of theirs, and its own: they follow nothing."""
+    found = list(_executions(block, timeline.consumer(), names))
+    if (finisher := timeline.finisher()) is None:
+        return found
+    begun = {(run.phase, run.layer): run for run in found}
+    for run in _executions(block, finisher, names):
+        if (run.phase, run.layer) in begun:
+            other = begun[run.phase, run.layer]
+            other.end, other.sent = min(other.end, run.end), run.end  # the one that met may take its time to say so
+        else:
+            run.previous = run.began
+            found.append(run)
+    return sorted(found, key=lambda run: run.began)
+
+
+def _executions(block: Block, role: str, names: Mapping[int, str]) -> Iterator[Execution]:
     """Records of one phase and layer that follow each other are one execution."""
+    records = block.roles[role]
     own = records.of(*(e for e in Event if e not in (Event.CLOCK, Event.ENTER)))
     keys = [(names[int(site)], int(layer)) for site, layer in zip(own.sites, own.layers, strict=True)]
     firsts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     end = block.begin
     for first, last in pairwise([*firsts, len(keys)]):
         after = float(own.times[last]) if last < len(keys) else block.end
-        run = _execution(*keys[first], end, after, own, range(first, last))
+        run = _execution(role, *keys[first], end, after, own, range(first, last))
         end = run.end
         yield run
 
 
-def _execution(phase: str, layer: int, previous: float, after: float, own: Records, which: range) -> Execution:
+def _execution(role: str, phase: str, layer: int, previous: float, after: float, own: Records, which: range) -> Execution:
     """A phase begins at its first record, unless that is its end: then where the phase before ended. Without an end it lasts until
     ``after``. A WAIT without a READY is of a block that publishes and need not wait."""
     begins_blind = own.events[which[0]] == Event.END
-    run = Execution(phase, layer, previous, previous if begins_blind else float(own.times[which[0]]), after)
+    run = Execution(role, phase, layer, previous, previous if begins_blind else float(own.times[which[0]]), after)
     asked = tile = run.began
     for i in which:
         time = float(own.times[i])

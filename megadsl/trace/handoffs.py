@@ -66,7 +66,7 @@ def _published(layout: Mapping[str, Any], activities: Sequence[Activity]) -> dic
         for run in activity.executions:
             if (signal := signals.get(run.phase)) is not None:
                 key = (str(signal["value"]), signal["round"] + signal["slope"] * run.layer)
-                found.setdefault(key, []).append((run.end, activity.block.number, run))
+                found.setdefault(key, []).append((run.result, activity.block.number, run))
     result = {}
     for key, ends in found.items():
         ends.sort(key=lambda e: e[:2])

@@ -10,6 +10,7 @@ from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
 from megadsl.lower.programs import instructions
 
 RECORD_BYTES = 16
+FINISHER = "finisher"  # the warp of the consumers that finishes, where one does
 MOST_SITES = 1 << 12  # a record has 12 bits for a site
 
 _SIGNALS = {
@@ -31,7 +32,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     """The manifest's ``trace``, all plain data:
 
     records: room of one role, in records of 16 bytes; bytes: of the whole buffer. roles: {name, kind, stages} in the buffer's
-    order; ``stages`` of a loader's ring, 0 for consumers.
+    order; ``stages`` of a loader's ring, 0 for others; a "finisher" comes last.
     phases: {name, op, span, looped, sites, loader} in the order in which the consumers run them; ``sites`` are all roles', ``loader``
     is whose ring the phase takes tiles from, "" for none.
     signals and waits: {value, phase, looped, slope, round}: in layer l a phase publishes, or waits for, round ``round + slope * l``
@@ -59,10 +60,13 @@ def describe(plan: Plan) -> dict[str, Any]:
                 waits.append({**_end(plan, instr, own, looped, *_WAITS[instr.call]), "whole": whole})
     _add_loader_sites(plan, phases)
     rings = dict(plan.schedule.rings)
+    roles = [{"name": p.role, "kind": p.kind, "stages": rings[p.role].stages if p.role in rings else 0} for p in plan.programs]
+    if plan.tunables.finishes:
+        roles.append({"name": FINISHER, "kind": "finisher", "stages": 0})
     return {
         "records": plan.records,
-        "bytes": plan.schedule.blocks * len(plan.programs) * (2 + plan.records) * RECORD_BYTES,
-        "roles": [{"name": p.role, "kind": p.kind, "stages": rings[p.role].stages if p.role in rings else 0} for p in plan.programs],
+        "bytes": plan.schedule.blocks * len(roles) * (2 + plan.records) * RECORD_BYTES,
+        "roles": roles,
         "phases": phases,
         "signals": signals,
         "waits": waits,

@@ -63,13 +63,15 @@ def _ns(us: float) -> float:
 
 
 def _execution(timeline: Timeline, activity: Activity, run: Execution) -> Iterator[Json]:
-    track = _track(timeline, activity, timeline.consumer())
+    track = _track(timeline, activity, run.role)
     parts = {"gap us": run.gap, "wait us": run.wait, "exposed us": run.exposed, "work us": run.work}
     figures = {"layer": run.layer, **{name: _ns(us) for name, us in parts.items()}}
     yield _slice(track, run.phase, "op", run.began, run.end, figures)
     inner = [("wait", begin, end) for begin, end in run.waits] + [("tiles", begin, end) for begin, end, _ in run.tiles]
     for name, begin, end in sorted(inner, key=lambda i: i[1:]):
         yield _slice(track, name, name, begin, min(end, run.end), {"layer": run.layer})
+    if run.sent is not None:
+        yield _slice(_track(timeline, activity, str(timeline.finisher())), run.phase, "op", run.end, run.sent, {"layer": run.layer})
     if run.parts is not None:
         yield {"ph": "i", "s": "t", "name": "parts", **track, "ts": _ns(run.parts), "args": {"layer": run.layer}}
 
@@ -127,9 +129,11 @@ def _arrows(timeline: Timeline, found: Iterable[Handoff], some: Sequence[Activit
         at = int(before[-1])
         source, run = by_number[int(sources.blocks[at])], sources.executions[at]
         last = int(sources.blocks[np.searchsorted(sources.ends, ready, side="right") - 1])
-        leaves = _inside(run.began, run.end)
-        for activity, time, kind in ((source, leaves, "s"), (handoff.activity, max(leaves, _inside(*handoff.waiter.waits[0])), "f")):
-            track = _track(timeline, activity, timeline.consumer())
+        leaves = _inside(run.began if run.sent is None else run.end, run.result)
+        sender = run.role if run.sent is None else str(timeline.finisher())
+        arrives = max(leaves, _inside(*handoff.waiter.waits[0]))
+        for activity, role, time, kind in ((source, sender, leaves, "s"), (handoff.activity, handoff.waiter.role, arrives, "f")):
+            track = _track(timeline, activity, role)
             arrow = {"ph": kind, "id": count, "name": handoff.value, "cat": "handoff", **track, "ts": time}
             args = {"round": handoff.round, "last of all": f"block {last}"}
             yield {**arrow, **({"bp": "e"} if kind == "f" else {}), "args": args}

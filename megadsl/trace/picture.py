@@ -49,7 +49,7 @@ def layer_picture(timeline: Timeline, activities: Sequence[Activity], activity: 
         raise error(NO_LAYER, layer=layer, layers=len({r.layer for r in activity.executions if r.phase in looped}))
     issues = {r.phase: _issues(activity, r) for r in runs}
     first = min([r.previous for r in runs] + [t for times in issues.values() for t in times])
-    axis = _Axis(first, max(r.end for r in runs))
+    axis = _Axis(first, max(r.result for r in runs))
     height = TOP + ROW * len(runs) + 30
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
@@ -59,7 +59,7 @@ def layer_picture(timeline: Timeline, activities: Sequence[Activity], activity: 
         *_grid(axis, height),
     ]
     for row, run in enumerate(runs):
-        ends = [r.end for a in activities for r in a.executions if (r.phase, r.layer) == (run.phase, layer)]
+        ends = [r.result for a in activities for r in a.executions if (r.phase, r.layer) == (run.phase, layer)]
         lines += _row(axis, TOP + ROW * row, run, issues[run.phase], np.quantile(ends, (0.1, 0.9)).tolist(), activity.idle)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -93,7 +93,7 @@ def _row(
 ) -> Iterator[str]:
     yield f'<text x="{LEFT - 8}" y="{y + BAR - 3}" text-anchor="end">{escape(run.phase)}</text>'
     yield _bar(axis, y, run.previous, run.began, "gap")
-    yield _bar(axis, y, run.began, run.end, "work")
+    yield _bar(axis, y, run.began, run.result, "work")
     for begin, end in run.waits:
         yield _bar(axis, y, begin, end, "wait")
         for a, b in idle:

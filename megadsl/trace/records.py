@@ -97,6 +97,9 @@ class Timeline:
     def consumer(self) -> str:
         return next(str(role["name"]) for role in self.layout["roles"] if role["kind"] == "consumer")
 
+    def finisher(self) -> str | None:
+        return next((str(role["name"]) for role in self.layout["roles"] if role["kind"] == "finisher"), None)
+
 
 def read_timeline(manifest: Mapping[str, Any], raw: npt.NDArray[np.uint8]) -> Timeline:
     """The timeline of the last launch. ``raw`` is the trace buffer's bytes.

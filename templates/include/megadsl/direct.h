@@ -268,6 +268,7 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
     meet(partials, first, last);
     first = last, taken = 0, turn ^= 1;
   } while (!(H::kWhole) && first < own.end);
+  if constexpr (B::kFinishes) trace(block.cx, Event::kEnd, site);
 }
 
 // Consumer side; `epilogue` and `scale` as in run_matrix, kMeets too.

@@ -434,6 +434,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
     });
   });
   if (kEnds) block.sync();
+  if constexpr (B::kFinishes) trace(block.cx, Event::kEnd, site);
 }
 
 // What the finisher does while the others are in run_tiles or multiply_direct: it meets them before they bring an input, and behind each batch,

@@ -35,6 +35,7 @@ enum class Event : u32 {
 
 constexpr u32 kWaitUnit = 16;
 constexpr u32 kShortWait = 64;  // cycles: a loader that waits no longer at a gate has not waited
+constexpr u32 kPairCycles = 64;  // between two readings of a clock with one of the shared timer in between, if nothing comes between
 
 // Where a role's records go: the number of its program among all of them, and the warp whose first lane writes.
 struct TraceRing {
@@ -155,8 +156,15 @@ MK_DEV void trace_clock([[maybe_unused]] const C& cx) {
 #if defined(MK_TRACE)
   Trace& t = cx.trace;
   if (t.records == 0) return;
-  const u32 clock = ptx::clock();
-  const u64 time = ptx::globaltimer();
+  // Cold code: the two may have a miss of the instruction cache between them, a microsecond. Then once more, now that it is there.
+  u32 clock = 0;
+  u64 time = 0;
+#pragma unroll 1
+  for (u32 tries = 0; tries < 3; ++tries) {
+    clock = ptx::clock();
+    time = ptx::globaltimer();
+    if (ptx::clock() - clock < kPairCycles) break;
+  }
   detail::put(t, clock, u32(Event::kClock), u32(time), u32(time >> 32));
 #endif
 }
