@@ -123,16 +123,19 @@ def test_conversions_and_approximations() -> None:
     got = out.view(np.uint32).reshape(32, 8).T
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         low, high = to_bf16(x), to_bf16(np.float32(-2) * x)
-        power, root = np.exp2(x), 1 / np.sqrt(x)
+        power, root, inverse = np.exp2(x), 1 / np.sqrt(x), 1 / x
     assert (got[0] == low | high.astype(np.uint32) << 16).all()
     assert (got[1] == low).all()
     assert (got[2] == low.astype(np.uint32) << 16).all()
     assert (got[3] == high.astype(np.uint32) << 16).all()
     assert (got[4] == got[2]).all()
     power[np.abs(power) < np.finfo(np.float32).tiny] = 0
+    inverse[np.abs(inverse) < np.finfo(np.float32).tiny] = 0
     root[np.abs(x) < np.finfo(np.float32).tiny] = np.copysign(np.inf, x[np.abs(x) < np.finfo(np.float32).tiny])
+    inverse[np.abs(x) < np.finfo(np.float32).tiny] = np.copysign(np.inf, x[np.abs(x) < np.finfo(np.float32).tiny])
     np.testing.assert_allclose(got[5].view(np.float32), power, rtol=1e-6)
     np.testing.assert_allclose(got[6].view(np.float32), root, rtol=1e-6)
+    np.testing.assert_allclose(got[7].view(np.float32), inverse, rtol=1e-6)
 
 
 def test_a_barrier_through_its_phases() -> None:

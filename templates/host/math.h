@@ -35,4 +35,6 @@ MK_FN float exp2_flushed(float v) { return canonical(flush_subnormal(std::exp2(f
 
 MK_FN float rsqrt(float v) { return canonical(1.0f / std::sqrt(flush_subnormal(v))); }
 
+MK_FN float rcp(float v) { return canonical(flush_subnormal(1.0f / flush_subnormal(v))); }
+
 }  // namespace mk::host

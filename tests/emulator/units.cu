@@ -82,6 +82,7 @@ MK_DEV void arithmetic(const mk::Buffers& b) {
   ptx::st_global(mine + 4, ptx::float_bits(ptx::from_bf16(ptx::to_bf16(x))));
   ptx::st_global(mine + 5, ptx::float_bits(ptx::exp2_approx(x)));
   ptx::st_global(mine + 6, ptx::float_bits(ptx::rsqrt(x)));
+  ptx::st_global(mine + 7, ptx::float_bits(ptx::rcp(x)));
 }
 
 // One thread walks through the life of a barrier of two arrivals; bit i of the result is the i-th answer.

@@ -148,17 +148,27 @@ MK_DEV void poll_operand(const B& block, u32 site, const ExchangeShape& e, u32 s
   });
 }
 
-// The products of one row group: `weight(part)` gives a lane's weights. Two sums take turns, so that products wait less for each other.
-template <class G, class B, class Weight>
-MK_DEV TileSums<B::kTokens> multiply_parts(const LaneParts<G, B>& x, Weight weight) {
-  TileSums<B::kTokens> sums, others;
+// The products of kGroups row groups: `weight(group, part)` gives a lane's weights. Two sums of a group take turns, and groups do, so that
+// products wait less for each other. Leaves the sums of the first `count` groups in `partials`: no branch stands between the groups.
+template <class G, u32 kGroups, class B, class Weight>
+MK_DEV void multiply_groups(const B& block, const LaneParts<G, B>& x, Weight weight, u32 count, smem_ptr<float> partials) {
+  constexpr u32 kParts = Lane<G, B>::kParts, kSums = B::kWarps * B::kTokens * kGroupRows;
+  TileSums<B::kTokens> sums[kGroups], others[kGroups];
 #pragma unroll
-  for (u32 i = 0; i < Lane<G, B>::kParts; ++i) {
-    const u32x4 w = weight(i);
-    ptx::mma_m16n8k16((i % 2 == 0 ? sums : others).part[0], w.x, w.y, w.z, w.w, x.at[i].x, x.at[i].y);
-  }
-  if (Lane<G, B>::kParts > 1) sums.add(others);
-  return sums;
+  for (u32 i = 0; i < kParts; ++i)
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      const u32x4 w = weight(group, i);
+      ptx::mma_m16n8k16((i % 2 == 0 ? sums : others)[group].part[0], w.x, w.y, w.z, w.w, x.at[i].x, x.at[i].y);
+    }
+#pragma unroll
+  for (u32 group = 0; group < kGroups && kParts > 1; ++group) sums[group].add(others[group]);
+  float rows[kGroups][2];
+#pragma unroll
+  for (u32 group = 0; group < kGroups; ++group) sums[group].finish(0, rows[group]);
+#pragma unroll
+  for (u32 group = 0; group < kGroups; ++group)
+    if (group < count) store_partials<0>(block, partials + group * kSums, rows[group], block.warp());
 }
 
 // Where a lane finds its weights of round 0 in a tile.
@@ -223,11 +233,9 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
         for (u32 round = 0; round < kRounds; ++round) weights[piece][round] = one[0][round];
       }
     }
-#pragma unroll
-    for (u32 i = 0; i < kGroups; ++i) {
-      const auto sums = multiply_parts<G>(x, [&](u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; });
-      if (i < groups) leave_partials(block, partials + (group - first + i) * kSums, sums, block.warp());
-    }
+    multiply_groups<G, kGroups>(
+        block, x, [&](u32 i, u32 part) { return weights[i * G::kPieces + part / kRounds][part % kRounds]; }, groups,
+        partials + (group - first) * kSums);
     if (kWhole) reader.release();
   }
 }
@@ -246,17 +254,24 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
   poll(x);
   trace(block.cx, Event::kReady, site);
   block.meeting(smem.meeting, false);
+  scale.settle();  // beside the products
   u32 first = own.begin, taken = 0, turn = 0;
   if constexpr (kHeldGroups != 0) {
     taken = held.count(own) / G::kPieces;
-#pragma unroll
-    for (u32 i = 0; i < kHeldGroups; ++i) {
-      const auto sums = multiply_parts<G>(x, [&](u32 part) { return held.weights[i * G::kPieces + part / held.kRounds][part % held.kRounds]; });
-      if (i < taken) leave_partials(block, partials_of<kBatch>(block, smem, 0) + i * kSums, sums, block.warp());
-    }
+    multiply_groups<G, kHeldGroups>(
+        block, x, [&](u32 i, u32 part) { return held.weights[i * G::kPieces + part / held.kRounds][part % held.kRounds]; }, taken,
+        partials_of<kBatch>(block, smem, 0));
   }
+  const auto let_go = [&](u32 groups) {
 #pragma unroll 1
+<<<<<<< HEAD
   for (u32 i = 0; i < kVectors + ceil_div(taken * G::kPieces, G::kTogether); ++i) reader.release();
+=======
+    for (u32 i = 0; i < kVectors + ceil_div(groups * G::kPieces, G::kTogether); ++i) reader.release();
+  };
+  if (!H::kWhole) let_go(taken);
+  float factor = 1.0f;
+>>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
 #pragma unroll 1
   do {
     const u32 last = first + min_u32(kBatch, own.end - first);
@@ -264,6 +279,7 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
     if (last == own.end) block.meeting(smem.meeting, true);
     if (!H::kWhole) multiply_from_ring<G>(block, reader, site, first + taken, last, x, partials + taken * kSums);
     trace(block.cx, Event::kTaken, site, reader.taken.now());
+<<<<<<< HEAD
     if (first == own.begin) settle();
     meet(partials, first, last);
     first = last, taken = 0, turn ^= 1;
@@ -278,14 +294,22 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
   const u32 begin = own_groups(block.cx, s).begin;
   float factor = 1.0f;
   const auto finish = [&](smem_ptr<float> partials, u32 first, u32 last) {
+=======
+>>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
     block.sync();
     const auto scaled = [&] {
       if (first == begin) factor = scale.factor(own_token(block));
       return factor;
     };
     finish_batch<kBatch, false>(block, partials, first, last, ChunkSums{}, scaled, epilogue);
+<<<<<<< HEAD
   };
   multiply_direct<kBatch, G, kVectors>(block, reader, site, s, smem, poll, [&] { scale.settle(); }, finish, held);
+=======
+    if (H::kWhole) let_go(taken);
+    first = last, taken = 0, turn ^= 1;
+  } while (!(H::kWhole) && first < own.end);
+>>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
   if (kMeets) block.sync();
 }
 

@@ -59,15 +59,18 @@ struct LaneSoftmax {
   // Takes a chunk of which the rows of `seen` exist and are attended to.
   MK_DEV void take(const HeldChunk<T>& chunk, const LaneQueries<T>& queries, u32 lane, float scale_log2, u32 seen) {
     const u32 q = lane % 4;
-    float score[2][4] = {};
+    float score[2][4] = {}, other[2][4] = {};  // two chains of products for each half of the rows
 #pragma unroll
-    for (u32 p = 0; p < T::kPanels; ++p)
+    for (u32 p = 0; p < T::kPanels; ++p) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32x4 k = chunk.keys(half, p), x = queries.at[p];
         ptx::mma_m16n8k16(score[half], x.x, 0, x.y, 0, k.x, k.y);
-        ptx::mma_m16n8k16(score[half], x.z, 0, x.w, 0, k.z, k.w);
+        ptx::mma_m16n8k16(other[half], x.z, 0, x.w, 0, k.z, k.w);
       }
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) score[i / 2][i % 2] += other[i / 2][i % 2];
     float top = kNoMaximum;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {

@@ -186,20 +186,26 @@ MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
   ptx::await(seen);
 }
 
-// Leaves a warp's sums of one row group in `partials` [warp][token][8] fp32; `warp`: whose panels it multiplied.
-template <class B>
-MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, u32 warp) {
+// Stores what TileSums::finish gives in `partials` [warp][token][8] fp32; `warp`: whose panels it multiplied.
+template <u32 kHalf, class B>
+MK_DEV void store_partials(const B& block, smem_ptr<float> partials, const float (&sum)[2], u32 warp) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
-  for (u32 half = 0; half < TileSums<B::kTokens>::kHalves; ++half) {
-    float sum[2];
-    sums.finish(half, sum);
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const u32 token = 2 * q + i + 8 * half;
-      if (token >= B::kTokens) continue;
-      ptx::st_shared<float>(partials + ((warp * B::kTokens + token) * kGroupRows + g), sum[i]);
-    }
+  for (u32 i = 0; i < 2; ++i) {
+    const u32 token = 2 * q + i + 8 * kHalf;
+    if (token < B::kTokens) ptx::st_shared<float>(partials + ((warp * B::kTokens + token) * kGroupRows + g), sum[i]);
+  }
+}
+
+// Leaves a warp's sums of one row group.
+template <class B>
+MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileSums<B::kTokens>& sums, u32 warp) {
+  float sum[2];
+  sums.finish(0, sum);
+  store_partials<0>(block, partials, sum, warp);
+  if constexpr (TileSums<B::kTokens>::kHalves == 2) {
+    sums.finish(1, sum);
+    store_partials<1>(block, partials, sum, warp);
   }
 }
 

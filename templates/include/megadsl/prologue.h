@@ -295,8 +295,16 @@ MK_DEV void reduce_rows(const B& block, u32 columns, smem_ptr<float> parts, Load
 template <RowOp kOp, u32 kParts>
 MK_DEV float row_total(smem_ptr<float> parts, u32 token) {
   float part[kParts];
+  if constexpr (kParts % 4 == 0) {
 #pragma unroll
-  for (u32 i = 0; i < kParts; ++i) part[i] = ptx::ld_shared<float>(parts + (token * kParts + i));
+    for (u32 i = 0; i < kParts; i += 4) {
+      const u32x4 v = ptx::ld_shared<u32x4>((parts + (token * kParts + i)).template at<u32x4>(0));
+      part[i] = ptx::bits_float(v.x), part[i + 1] = ptx::bits_float(v.y), part[i + 2] = ptx::bits_float(v.z), part[i + 3] = ptx::bits_float(v.w);
+    }
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < kParts; ++i) part[i] = ptx::ld_shared<float>(parts + (token * kParts + i));
+  }
 #pragma unroll
   for (u32 apart = 1; apart < kParts; apart *= 2) {
 #pragma unroll

@@ -20,6 +20,7 @@ MK_PTX float bf16_hi(u32 v) { return host::as_float(v & 0xffff0000u); }
 MK_PTX float from_bf16(u16 v) { return host::as_float(static_cast<u32>(v) << 16); }
 MK_PTX float exp2_approx(float v) { return host::exp2_flushed(v); }
 MK_PTX float rsqrt(float v) { return host::rsqrt(v); }
+MK_PTX float rcp(float v) { return host::rcp(v); }
 
 #else
 
@@ -53,6 +54,13 @@ MK_PTX float exp2_approx(float v) {
 MK_PTX float rsqrt(float v) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+// 1 / v; subnormal inputs and results become zero.
+MK_PTX float rcp(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 
