@@ -315,7 +315,9 @@ class Stream:
             inputs, fresh, scratch = self._unit(step, unit)
             yield from inputs
             yield from self._meet(instr, "gathered")
-            if device.op(instr.op).maps:
+            if device.op(instr.op).maps and instr.args["direct"]:
+                yield from [self._angles(step, False)] if device.op(instr.op).rope is not None else []
+            elif device.op(instr.op).maps:
                 yield from self._map_heads(step, inputs)
                 yield from self._meet(instr, "mapped")
                 inputs, fresh = [_mapped(a) for a in inputs], [_mapped(a) for a in fresh]

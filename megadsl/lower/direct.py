@@ -24,7 +24,7 @@ from megadsl.types import ceil_div
 NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {why}", "{how}")
 
 SHARED = "shared"
-MOST_ROWS, MOST_DIM = 8, 64  # of an attention's queries: half an m16 tile; and what registers hold of a head
+MOST_ROWS, MOST_DIM = 8, 128  # of an attention's queries: the N of an mma; and what registers hold of a head
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts
 MOST_REGISTERS = 128  # of a lane, for the input of more than a few tokens: beside it lie sums and weights
@@ -50,6 +50,8 @@ def _is_small(op: Op, graph: Graph, schedule: Schedule) -> bool:
     products load counts."""
     if graph.tokens > FEW_TOKENS:
         return True
+    if isinstance(op, Attention) and op.maps:
+        return True  # maps of heads in shared memory cost two more barriers
     linears = [op] if isinstance(op, Linear) else [o for o in graph.ops if isinstance(o, Linear) and o.loop == op.loop]
     return all(lane_parts(o, schedule) <= DEFAULT_PARTS for o in linears)
 
@@ -84,8 +86,6 @@ def _why_attention(op: Attention, graph: Graph, schedule: Schedule) -> tuple[str
     if graph.tokens > 1 or rows > MOST_ROWS or op.head_dim > MOST_DIM:
         shape = f"{graph.tokens} tokens, {rows} heads of {op.head_dim} on a KV head"
         return shape, f"use it for 1 token and at most {MOST_ROWS} heads of at most {MOST_DIM}"
-    if op.maps:
-        return "its heads are mapped before they are multiplied", 'use .gather("shared")'
     if len({op.q.value, op.k.value, op.v.value}) > 1:
         return "queries, keys and values are several values", "let one linear give all of them"
     return _not_dense(op.q.value, graph, schedule)

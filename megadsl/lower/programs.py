@@ -424,7 +424,7 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
         yield "again"
     if not in_registers(op, builder.schedule):
         yield "gathered"
-    if op.maps:
+    if op.maps and not in_registers(op, builder.schedule):
         yield "mapped"
     if tiles > builder.schedule.consumer.warps:
         yield "next"

@@ -241,7 +241,7 @@ MK_DEV void multiply_from_ring(const B& block, R& reader, u32 site, u32 first, u
 }
 
 // Multiplies all of a block's row groups. `poll(x)` brings the input; `held` as in run_matrix. kVectors: how many stages of vectors lie in the
-// ring before the tiles. `settle()` comes before the first batch's sums are handed to `meet(partials, first, last)`.
+// ring before the tiles. `settle()` comes behind it; each batch's sums are handed to `meet(partials, first, last)`.
 template <u32 kBatch, class G, u32 kVectors, class B, class R, class Poll, class Settle, class Meet, class H>
 MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearShape& s, const SmemShape& smem, Poll poll, Settle settle, Meet meet,
                             const H& held) {
@@ -254,7 +254,7 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
   poll(x);
   trace(block.cx, Event::kReady, site);
   block.meeting(smem.meeting, false);
-  scale.settle();  // beside the products
+  settle();  // beside the products
   u32 first = own.begin, taken = 0, turn = 0;
   if constexpr (kHeldGroups != 0) {
     taken = held.count(own) / G::kPieces;
@@ -264,14 +264,9 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
   }
   const auto let_go = [&](u32 groups) {
 #pragma unroll 1
-<<<<<<< HEAD
-  for (u32 i = 0; i < kVectors + ceil_div(taken * G::kPieces, G::kTogether); ++i) reader.release();
-=======
     for (u32 i = 0; i < kVectors + ceil_div(groups * G::kPieces, G::kTogether); ++i) reader.release();
   };
   if (!H::kWhole) let_go(taken);
-  float factor = 1.0f;
->>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
 #pragma unroll 1
   do {
     const u32 last = first + min_u32(kBatch, own.end - first);
@@ -279,9 +274,8 @@ MK_DEV void multiply_direct(const B& block, R& reader, u32 site, const LinearSha
     if (last == own.end) block.meeting(smem.meeting, true);
     if (!H::kWhole) multiply_from_ring<G>(block, reader, site, first + taken, last, x, partials + taken * kSums);
     trace(block.cx, Event::kTaken, site, reader.taken.now());
-<<<<<<< HEAD
-    if (first == own.begin) settle();
     meet(partials, first, last);
+    if (H::kWhole) let_go(taken);
     first = last, taken = 0, turn ^= 1;
   } while (!(H::kWhole) && first < own.end);
   if constexpr (B::kFinishes) trace(block.cx, Event::kEnd, site);
@@ -294,22 +288,14 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
   const u32 begin = own_groups(block.cx, s).begin;
   float factor = 1.0f;
   const auto finish = [&](smem_ptr<float> partials, u32 first, u32 last) {
-=======
->>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
     block.sync();
     const auto scaled = [&] {
       if (first == begin) factor = scale.factor(own_token(block));
       return factor;
     };
     finish_batch<kBatch, false>(block, partials, first, last, ChunkSums{}, scaled, epilogue);
-<<<<<<< HEAD
   };
   multiply_direct<kBatch, G, kVectors>(block, reader, site, s, smem, poll, [&] { scale.settle(); }, finish, held);
-=======
-    if (H::kWhole) let_go(taken);
-    first = last, taken = 0, turn ^= 1;
-  } while (!(H::kWhole) && first < own.end);
->>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
   if (kMeets) block.sync();
 }
 

@@ -19,6 +19,7 @@ struct FewRows {
 
   MK_DEV static u32 row(u32 lane, u32 r) { return lane % 4 * 2 + r; }
 
+  MK_DEV FewRows() = default;  // whose queries are still to come
   MK_DEV FewRows(smem_ptr<char> tile, u32 lane) {
 #pragma unroll
     for (u32 p = 0; p < T::kPanels; ++p) queries[p] = ptx::ld_shared<u32x4>(tile.template at<u32x4>((p * 16 + lane / 4) * 64 + lane % 4 * 16));

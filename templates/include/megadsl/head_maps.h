@@ -73,9 +73,10 @@ MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles
 }
 
 // What run_attention does to a unit's queries and fresh keys, behind a barrier and before another.
-template <class T, bool kTurns, class Q, class K>
+template <class T, bool kTurns_, class Q, class K>
 struct HeadMaps {
   static constexpr bool kMaps = true;
+  static constexpr bool kTurns = kTurns_;
   smem_ptr<u32x2> angles;
   Q query;
   K key;

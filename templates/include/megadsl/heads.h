@@ -1,43 +1,87 @@
 // Attention of one new token whose queries arrive in registers: few heads, a dense exchange. See direct.h for why.
 //
-// Units, splits and partial results are those of attention.h. Every warp polls the unit's queries as operands of its products, takes
+// Units, splits and partial results are those of attention.h, of wide heads the products those of few_rows.h. Every warp polls the unit's queries as operands of its products, takes
 // its first cached chunk out of the ring before that, and one warp polls this step's own key and value as a chunk of one row.
 #pragma once
-#include "megadsl/attention.h"
+#include "megadsl/few_rows.h"
+#include "megadsl/head_maps.h"
 
 namespace mk {
 
-// The unit's queries as operands: lane (g, q) polls unit q of each panel of query row g.
-template <class T>
+// What is made of a unit of one head, in neighbouring lanes with the head's other units.
+template <class T, class Heads, class Map>
+MK_DEV u32x4 map_unit(const Heads& heads, u32 lane, u32x4 x, Map map) {
+  float v[8];
+  unpack8(x, v);
+  map(v);
+#pragma unroll
+  for (u32 j = 0; j < 8 && Heads::kTurns; j += 2) rotate<T::kHeadDim>(heads.angles, lane % (T::kHeadDim / 8) * 8 + j, 0, v[j], v[j + 1]);
+  return {ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7])};
+}
+
+// The unit's queries as operands: lane (g, q) has unit q of each panel of query row g. Where heads are mapped before they are multiplied,
+// a head's units are polled by neighbouring lanes, and go from there to where they are operands.
+template <class T, u32 kRows, bool kMaps>
 struct LaneQueries {
-  u32x4 at[T::kPanels] = {};
+  static constexpr u32 kUnits = T::kHeadDim / 8, kHeads = kWarpSize / kUnits;  // heads of a warp's lanes
+  static constexpr u32 kOwn = kMaps ? ceil_div(kRows, kHeads) : T::kPanels, kPolls = kOwn + 1;
+  static_assert(2 * kUnits <= kWarpSize, "a lane has one unit of this step's row");
+  u32x4 at[kPolls] = {};
 
   // `fresh`: this warp also polls this step's key (lanes 0 to D / 8) and value (the next), a unit a lane, and stages them in `row` as
   // the first row of a chunk.
-  template <class Wire>
-  MK_DEV void poll(const Context& cx, u32 site, const AttentionShape& s, const Round& round, u32 head, u32 lane, bool fresh, smem_ptr<char> row) {
-    constexpr u32 kUnits = T::kHeadDim / 8, kPolls = T::kPanels + 1;
-    static_assert(2 * kUnits <= kWarpSize, "a lane has one unit of this step's row");
-    const u32 first = (u32(s.q_begin) + (head * u32(s.rows) + lane / 4) * T::kHeadDim) / kGroupRows + lane % 4;
+  template <class Wire, class Heads>
+  MK_DEV void poll(const Context& cx, u32 site, const AttentionShape& s, const Round& round, u32 head, u32 lane, bool fresh, smem_ptr<char> row,
+                   const Heads& heads) {
+    const u32 queries = (u32(s.q_begin) + head * kRows * T::kHeadDim) / kGroupRows;
+    const u32 first = queries + (kMaps ? lane : lane / 4 * kUnits + lane % 4), apart = kMaps ? kWarpSize : 4;
     const u32 own = (u32(lane < kUnits ? s.k_begin : s.v_begin) + head * T::kHeadDim) / kGroupRows + lane % kUnits;
-    u32 pending = lane / 4 < u32(s.rows) ? (1u << T::kPanels) - 1 : 0;
-    if (fresh && lane < 2 * kUnits) pending |= 1u << T::kPanels;
-    u32x4 v[kPolls] = {};
+    u32 pending = 0;
+#pragma unroll
+    for (u32 i = 0; i < kOwn; ++i)
+      if (kMaps ? i * kWarpSize + lane < kRows * kUnits : lane / 4 < kRows) pending |= 1u << i;
+    if (fresh && lane < 2 * kUnits) pending |= 1u << kOwn;
     wait<ptx::kPollsAtOnce>(cx, site, first, round.sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < kPolls; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + (i < T::kPanels ? first + i * 4 : own));
+        if (pending >> i & 1) at[i] = ptx::ld_relaxed(round.vectors + (i < kOwn ? first + i * apart : own));
 #pragma unroll
       for (u32 i = 0; i < kPolls; ++i)  // what is not wanted is zeros: ready
-        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
-      observed = Wire::tag(v[0]);
+        if (Wire::ready(at[i], round.sequence)) pending &= ~(1u << i);
+      observed = Wire::tag(at[0]);
       if (ptx::polls_fewer()) pending &= pending - 1;
       return pending == 0;
     });
+    if constexpr (kMaps) {
 #pragma unroll
-    for (u32 i = 0; i < T::kPanels; ++i) at[i] = v[i];
-    if (!fresh) return;
-    const u32x4 x = v[T::kPanels];
+      for (u32 i = 0; i < kOwn; ++i) at[i] = map_unit<T>(heads, lane, at[i], heads.query);
+    }
+    if (fresh) stage(lane, row, heads);
+  }
+  // The operands of panel `p`: lane (g, q) takes its unit from the lane that has it. All lanes of the warp call it together.
+  MK_DEV u32x4 operand(u32 p, u32 lane) const {
+    if constexpr (!kMaps) {
+      return at[p];
+    } else {
+      const u32 row = lane / 4, from = row % kHeads * kUnits + p * 4 + lane % 4;
+      u32x4 found = {0, 0, 0, 0};
+#pragma unroll
+      for (u32 i = 0; i < kOwn; ++i) {
+        const u32x4 x = {ptx::shfl(at[i].x, from), ptx::shfl(at[i].y, from), ptx::shfl(at[i].z, from), ptx::shfl(at[i].w, from)};
+        if (row / kHeads == i) found = x;
+      }
+      return found;
+    }
+  }
+
+ private:
+  template <class Heads>
+  MK_DEV void stage(u32 lane, smem_ptr<char> row, const Heads& heads) const {
+    u32x4 x = at[kOwn];
+    if constexpr (kMaps) {
+      const u32x4 key = map_unit<T>(heads, lane, x, heads.key);
+      if (lane < kUnits) x = key;
+    }
     const u32 words[4] = {x.x, x.y, x.z, x.w}, dim = lane % kUnits * 8;
     if (lane < kUnits) {
       ptx::st_shared<u32x4>(row.template at<u32x4>(key_offset<T::kHeadDim>(0, dim)), x);
@@ -50,21 +94,24 @@ struct LaneQueries {
   }
 };
 
-// One warp's running softmax for at most 8 query rows: lane (g, q) holds row g.
+// One warp's running softmax for at most 8 query rows: lane (g, q) holds row g. Of narrow heads half a product in vain costs less than the
+// shuffles of few_rows.h.
 template <class T>
 struct LaneSoftmax {
   float maximum = kNoMaximum, sum = 0.0f;
   float out[T::kHeadDim / 8][4] = {};  // of row g + 8, which does not exist, the last two
+  u32x4 queries[T::kPanels];
 
   // Takes a chunk of which the rows of `seen` exist and are attended to.
-  MK_DEV void take(const HeldChunk<T>& chunk, const LaneQueries<T>& queries, u32 lane, float scale_log2, u32 seen) {
+  MK_DEV void take(const HeldChunk<T>& chunk, u32 lane, float scale_log2, const u32 (&rows)[2], u32) {
+    const u32 seen = rows[0];
     const u32 q = lane % 4;
     float score[2][4] = {}, other[2][4] = {};  // two chains of products for each half of the rows
 #pragma unroll
     for (u32 p = 0; p < T::kPanels; ++p) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const u32x4 k = chunk.keys(half, p), x = queries.at[p];
+        const u32x4 k = chunk.keys(half, p), x = queries[p];
         ptx::mma_m16n8k16(score[half], x.x, 0, x.y, 0, k.x, k.y);
         ptx::mma_m16n8k16(other[half], x.z, 0, x.w, 0, k.z, k.w);
       }
@@ -122,6 +169,12 @@ struct LaneSoftmax {
   }
 };
 
+constexpr u32 kNarrowHead = 64;
+template <class T, bool kNarrow = (T::kHeadDim <= kNarrowHead)>
+struct LaneState : LaneSoftmax<T> {};
+template <class T>
+struct LaneState<T, false> : FewRows<T> {};
+
 // Takes a unit's cached chunks out of the ring, at most one for each warp.
 template <class T, class B, class R>
 MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, HeldChunk<T>& chunk) {
@@ -136,13 +189,13 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
   }
 }
 
-// Consumer side of attention for all units of this block; as run_attention.
-template <class QkvWire, class PartWire, class T, class B, class R>
+// Consumer side of attention for all units of this block; as run_attention. kRows: query rows of a KV head.
+template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class Heads = AsGathered>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                      const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence) {
+                      const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, const Heads& heads = {}) {
   static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
-  const u32 rows = u32(s.rows), warp = block.warp(), lane = block.lane();
+  const u32 warp = block.warp(), lane = block.lane();
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
@@ -157,12 +210,14 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     const smem_ptr<char> row = block.template at<char>(s.fresh);
     HeldChunk<T> chunk = {};
     if (early) hold_unit(block, reader, ring_site, unit, chunk);
-    LaneQueries<T> queries;
-    LaneSoftmax<T> state;
+    LaneQueries<T, kRows, Heads::kMaps> queries;
+    LaneState<T> state;
     trace(block.cx, Event::kWait, gather_site, unit.split);
     const Round round = exchange_round(block.buffers, qkv, qkv_sequence);
     if (u == block.cx.block) block.meet();
-    if (warp < classes) queries.template poll<QkvWire>(block.cx, gather_site, s, round, unit.head, lane, fresh, row);
+    if (warp < classes) queries.template poll<QkvWire>(block.cx, gather_site, s, round, unit.head, lane, fresh, row, heads);
+#pragma unroll
+    for (u32 p = 0; p < T::kPanels; ++p) state.queries[p] = queries.operand(p, lane);
     trace(block.cx, Event::kReady, ring_site, u);
     u32 next = warp < classes ? warp : ~0u;  // the warp's next chunk, counted from the unit's first
     // Stages of cached rows, then what is in registers or this step's own row: one loop, so that the arithmetic exists once.
@@ -176,18 +231,19 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
       for (; next < end; next += classes) {
         const bool old = next < cached;
         if (lies || !old) chunk.load({from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane});
-        const u32 rows_there = min_u32(kChunkRows, step.kv_len - min_u32((unit.begin + next) * kChunkRows, step.kv_len));
-        state.take(chunk, queries, lane, scale_log2, old ? (1u << rows_there) - 1 : ancestors & ((1u << step.tokens) - 1));
+        const u32 exist = old ? min_u32(kChunkRows, step.kv_len - (unit.begin + next) * kChunkRows) : step.tokens;
+        const u32 seen = ((1u << exist) - 1) & (old ? ~0u : ancestors);
+        state.take(chunk, lane, scale_log2, {seen, seen}, exist);
       }
       if (!lies) break;
       chunk.await();
       reader.release();
     }
-    if (warp < classes) state.leave(block.template at<float>(s.scratch) + warp * rows * T::kPartFloats, lane, rows);
+    if (warp < classes) state.leave(block.template at<float>(s.scratch) + warp * kRows * T::kPartFloats, lane, kRows);
     trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
     block.sync();
     trace(block.cx, Event::kParts, ring_site, u);
-    publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, 1, classes, rows);
+    publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, 1, classes, kRows);
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);

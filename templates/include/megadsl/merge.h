@@ -108,13 +108,8 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     for (u32 mask = kLanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
     if (item >= items || lane != 0) continue;
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
-<<<<<<< HEAD
-    const float scale = state.sum > 0.0f ? 1.0f / state.sum : 0.0f;
-    u32 words[4];
-=======
     const float scale = state.sum > 0.0f ? ptx::rcp(state.sum) : 0.0f;
-    if (kLeft == 1) out.put_element(item, first, ptx::to_bf16(state.out[0] * scale));
->>>>>>> ab88cf7 (Row groups are multiplied side by side, row sums leave beside the products; fast silu)
+    u32 words[4];
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
     out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
