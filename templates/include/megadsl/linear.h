@@ -4,7 +4,8 @@
 // g, columns 8q..8q+7 of a panel. Those four registers are the whole A operand (m = 16) of an mma, read as two column ranges
 // of the same eight rows: pairs 0 and 2 are operand row g, pairs 1 and 3 operand row g + 8. The activations of a range are
 // the B operand (n = 8 tokens), so half of each product belongs to the other range and is dropped. Up to 4 tokens, tokens of
-// range 0 are columns 0..3 and tokens of range 1 columns 4..7: one mma per 512 bytes of weights, no register moved.
+// range 0 are columns 0..3 and tokens of range 1 columns 4..7: one mma per 512 bytes of weights, no register moved. From 9 tokens on
+// the same registers are two B operands (k = 16, n = 8 rows) and the tokens are M: two mma, of which nothing is dropped.
 // Rows are shared out in eights, which 132 blocks need; the same packed weights serve 1 to 16 tokens.
 // All warps split each tile by panels; their partial sums meet in shared memory once per batch of row groups.
 // The columns may be split as well (parts.h): then what is shared out over the blocks are the row groups of part 0, behind
@@ -73,12 +74,14 @@ MK_DEV void for_each_pass(u32 groups, u32 chunks, RowGroups own, F f) {
 // in the ring are consumed faster than HBM fills it.
 constexpr u32 kTilesAtOnce = 2;
 
-// A warp's products of one tile. Up to 4 tokens both ranges share one accumulator; else one for each (tokens / 8, range).
+// A warp's products of one tile. Up to 4 tokens both ranges share one accumulator, up to 8 each has one. More tokens are the mma's M and
+// the weights its N, so that no half of it is dropped; the two k16 steps of a panel have an accumulator each.
 template <u32 kTokens>
 struct TileSums {
   static constexpr bool kShared = kTokens <= 4;
-  static constexpr u32 kHalves = kTokens <= 8 ? 1 : 2;
-  static constexpr u32 kParts = kShared ? 1 : 2 * kHalves;
+  static constexpr bool kTokensAreM = kTokens > 8;
+  static constexpr u32 kHalves = kTokensAreM ? 2 : 1;
+  static constexpr u32 kParts = kShared ? 1 : 2;
   float part[kParts][4] = {};
 
   MK_DEV void add(const TileSums& other) {
@@ -93,19 +96,33 @@ struct TileSums {
       ptx::mma_m16n8k16(part[0], w.x, w.y, w.z, w.w, x.x, x.y);
       return;
     }
+    u32x2 x[kHalves][2] = {};  // of tokens g + 8 * half: what lane q has of each range
 #pragma unroll
-    for (u32 i = 0; i < kParts; ++i) {
+    for (u32 i = 0; i < kHalves * 2; ++i) {
       const u32 token = g + 8 * (i / 2);
-      u32x2 x = {0, 0};
-      if (token < kTokens) x = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((i % 2 * kTokens + token) * 4 + q) * 8));
-      ptx::mma_m16n8k16(part[i], w.x, w.y, w.z, w.w, x.x, x.y);
+      if (token < kTokens) x[i / 2][i % 2] = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((i % 2 * kTokens + token) * 4 + q) * 8));
+    }
+    const u32x2(&other)[2] = x[kHalves - 1];
+    if (kTokensAreM) {
+      multiply_tokens(w, {x[0][0].x, other[0].x, x[0][1].x, other[1].x}, {x[0][0].y, other[0].y, x[0][1].y, other[1].y});
+    } else {
+      ptx::mma_m16n8k16(part[0], w.x, w.y, w.z, w.w, x[0][0].x, x[0][0].y);
+      ptx::mma_m16n8k16(part[kParts - 1], w.x, w.y, w.z, w.w, x[0][1].x, x[0][1].y);
     }
   }
-  // The finished sums of row g: tokens 2q and 2q + 1 (+ 8 * half). With a shared accumulator lanes q < 2 hold them.
+  // The same with both k16 steps' A operands: {token g, token g + 8, g, g + 8} of the pairs 0 and 1, and of the pairs 2 and 3.
+  MK_DEV void multiply_tokens(u32x4 w, u32x4 low, u32x4 high) {
+    ptx::mma_m16n8k16(part[0], low.x, low.y, low.z, low.w, w.x, w.y);
+    ptx::mma_m16n8k16(part[kParts - 1], high.x, high.y, high.z, high.w, w.z, w.w);
+  }
+  // Two finished sums. Up to 8 tokens, of row g: tokens 2q and 2q + 1; with a shared accumulator lanes q < 2 hold them. Else of token
+  // g + 8 * half: rows 2q and 2q + 1.
   MK_DEV void finish(u32 half, float (&sum)[2]) const {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i)
-      sum[i] = kShared ? part[0][i] + ptx::shfl_xor(part[0][2 + i], 2) : part[kShared ? 0 : 2 * half][i] + part[kShared ? 0 : 2 * half + 1][2 + i];
+    for (u32 i = 0; i < 2; ++i) {
+      if (kTokensAreM) sum[i] = part[0][2 * half + i] + part[kParts - 1][2 * half + i];
+      else sum[i] = part[0][i] + (kShared ? ptx::shfl_xor(part[0][2 + i], 2) : part[kParts - 1][2 + i]);
+    }
   }
 };
 
@@ -190,6 +207,11 @@ MK_DEV void await_weights(const u32x4 (&weights)[kTiles][kRounds]) {
 template <u32 kHalf, class B>
 MK_DEV void store_partials(const B& block, smem_ptr<float> partials, const float (&sum)[2], u32 warp) {
   const u32 g = block.lane() / 4, q = block.lane() % 4;
+  if constexpr (TileSums<B::kTokens>::kTokensAreM) {
+    const u32 token = g + 8 * kHalf, at = (warp * B::kTokens + token) * kGroupRows + 2 * q;
+    if (token < B::kTokens) ptx::st_shared<u32x2>((partials + at).template at<u32x2>(0), u32x2{ptx::float_bits(sum[0]), ptx::float_bits(sum[1])});
+    return;
+  }
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const u32 token = 2 * q + i + 8 * kHalf;

@@ -1,9 +1,10 @@
 // Linears of 5 to 16 tokens whose input arrives in registers: a dense exchange, a few thousand columns at a time.
 //
-// Of a panel, lane (g, q) multiplies columns 8q..8q+7 of tokens g and g + 8. A unit of each is the B operand of both column ranges.
+// Of a panel, lane (g, q) multiplies columns 8q..8q+7 of tokens g and g + 8. Up to 8 tokens a unit is the B operands of both column
+// ranges; two units of a lane are the A operands of both k16 steps.
 // All warps split each tile by panels, so that a warp meets the same columns in every row group: the units that its lanes poll
 // serve all of them. A block polls its input once, no unit is stored or loaded again, no barrier stands between the last poll and
-// the first product, and the products take 16 bytes of weights from shared memory for 4 mma, and no activations. Weights
+// the first product, and the products take 16 bytes of weights from shared memory for 2 mma, and no activations. Weights
 // and their stages are as in linear.h; what differs is what run_tiles asks of its Input.
 #pragma once
 #include "megadsl/linear.h"
@@ -50,10 +51,22 @@ MK_DEV constexpr u32 tiles_polled() {
   return tiles;
 }
 
-// A lane's units of the input, as operands.
+// A lane's units of the input, as operands. Two units of a part are the A operands of its two k16 steps (TileSums::multiply_tokens).
 template <class G, class B>
 struct WideUnits {
   u32x4 at[WideLane<G, B>::kParts][WideLane<G, B>::kHalves] = {};
+
+  // `zero` is 0, which the compiler cannot know. A load leaves a unit's words side by side, and the compiler would move them together as
+  // operands for each product; what is computed lies where products want it.
+  MK_DEV void put(u32 part, const u32x4 (&units)[WideLane<G, B>::kHalves], u32 zero) {
+    const u32x4 u = units[0], v = units[WideLane<G, B>::kHalves - 1];
+    if (WideLane<G, B>::kHalves == 2) {
+      at[part][0] = {u.x ^ zero, v.x ^ zero, u.y ^ zero, v.y ^ zero};
+      at[part][WideLane<G, B>::kHalves - 1] = {u.z ^ zero, v.z ^ zero, u.w ^ zero, v.w ^ zero};
+    } else {
+      at[part][0] = {u.x ^ zero, u.y ^ zero, u.z ^ zero, u.w ^ zero};
+    }
+  }
 };
 
 // A lane's parts of row reductions over the input; like RowParts, but each half is of one token.
@@ -85,10 +98,6 @@ struct WideRows {
     }
   }
 };
-
-// The unit itself: `zero` is 0, which the compiler cannot know. A load leaves the pairs of a range apart, and the compiler would move them
-// together for each product; what is computed lies where products want it.
-MK_DEV u32x4 mixed(u32x4 unit, u32 zero) { return {unit.x ^ zero, unit.y ^ zero, unit.z ^ zero, unit.w ^ zero}; }
 
 // Polls the lane's units of the features [begin, begin + columns) of a value, some tiles of them at a time, so that code for those serves
 // all, and turns each part into operands: `finish(column, has, units)` in place. kPlain: which leaves them as they are.
@@ -123,13 +132,15 @@ MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequ
       return pending == 0;
     });
 #pragma unroll
-    for (u32 i = 0; i < kParts; ++i)
+    for (u32 i = 0; i < (kParts - kEach) * kHalves; ++i) x.at[i / kHalves][i % kHalves] = x.at[i / kHalves + kEach][i % kHalves];
 #pragma unroll
-      for (u32 half = 0; half < kHalves; ++half)
-        x.at[i][half] = i + kEach < kParts ? x.at[min_u32(i + kEach, kParts - 1)][half]
-                                           : mixed(v[(i + kEach - kParts) % kEach * kHalves + half], kPlain ? pending : 0);
+    for (u32 i = 0; i < kEach; ++i) {
+      u32x4 units[kHalves];
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) finish(column + lane.offset(i), lane.template has<kEven>(i, column, columns), x.at[kParts - kEach + i]);
+      for (u32 half = 0; half < kHalves; ++half) units[half] = v[i * kHalves + half];
+      finish(column + lane.offset(i), lane.template has<kEven>(i, column, columns), units);
+      x.put(kParts - kEach + i, units, kPlain ? pending : 0);
+    }
     column += kTiles * G::kPanels * kPanel, from += kTiles * G::kPanels * kPanel / kGroupRows * B::kTokens;
   }
 }
@@ -199,11 +210,12 @@ struct Input<G, B, InRegisters<Poll>> {
 
   // Multiplies a part's weights of lane (g, q).
   MK_DEV void multiply(u32x4 w, u32 part, Sums& sums) const {
-#pragma unroll
-    for (u32 half = 0; half < Lane::kHalves; ++half) {
-      const u32x4 u = x.at[part][half];
-      ptx::mma_m16n8k16(sums.part[2 * half], w.x, w.y, w.z, w.w, u.x, u.z);
-      ptx::mma_m16n8k16(sums.part[2 * half + 1], w.x, w.y, w.z, w.w, u.y, u.w);
+    const u32x4 u = x.at[part][0];
+    if (Sums::kTokensAreM) {
+      sums.multiply_tokens(w, u, x.at[part][Lane::kHalves - 1]);
+    } else {
+      ptx::mma_m16n8k16(sums.part[0], w.x, w.y, w.z, w.w, u.x, u.z);
+      ptx::mma_m16n8k16(sums.part[Sums::kParts - 1], w.x, w.y, w.z, w.w, u.y, u.w);
     }
   }
 
