@@ -348,7 +348,9 @@ class Stream:
         name, heads = step.instr.op, self.device.heads(step.instr.op)
         dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
-        parts = self.device.warps // tiles * tiles * min(16, heads.rows)
+        row, count = dim + 4, self.device.warps // tiles * tiles * min(16, heads.rows)
+        if step.instr.args["halves"]:  # of two warps to a tile: half of the columns, whichever rows exist
+            row, count = dim // 2 + 8, 2 * tiles * 16
         holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
@@ -357,7 +359,7 @@ class Stream:
         return (
             [*queries, *fresh],
             fresh,
-            Access(f"{name}.scratch", heads.scratch, parts * (dim + 4) * 4, True, step, holds),
+            Access(f"{name}.scratch", heads.scratch, count * row * 4, True, step, holds),
         )
 
     def _merge(self, step: Step) -> Iterator[Event]:

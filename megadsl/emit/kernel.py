@@ -14,6 +14,7 @@ from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.finish import side
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.gathers import tiles_together
+from megadsl.lower.heads import few_rows
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
@@ -23,8 +24,6 @@ from megadsl.lower.shape import begin_name, ident
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
-
-FEW_ROWS = 8  # mk::FewRows: the N of an mma
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
-        "few_rows": lambda op: op.heads // op.kv_heads * plan.tunables.tokens <= FEW_ROWS,
+        "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
         "head_vectors": head_vectors,
         "head_vector_name": head_vector_name,
         "head_value": _head_value,

@@ -12,9 +12,9 @@ from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.gathers import in_registers, is_direct, is_wide, tiles_together, wide_registers
+from megadsl.lower.heads import query_tiles
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
-from megadsl.lower.programs import query_tiles
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.threads import WARP_THREADS, threads
 from megadsl.lower.tiling import PANEL, tiling

@@ -16,6 +16,7 @@ from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
+from megadsl.lower.heads import parts_bytes
 from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -277,11 +278,10 @@ def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[s
         if not isinstance(op, Attention):
             continue
         rows = op.heads // op.kv_heads * tokens
-        part_rows = min(16, rows)
         yield [
             (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
             (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
-            (f"{op.name}.scratch", warps * part_rows * (op.head_dim + 4) * 4),
+            (f"{op.name}.scratch", parts_bytes(op, tokens, warps)),
         ]
 
 

@@ -13,6 +13,7 @@ from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.launches import join, joined
+from megadsl.lower.heads import in_halves, query_tiles
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
@@ -410,6 +411,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
         "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
+        "halves": in_halves(op, builder.graph.tokens, builder.schedule.consumer.warps),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
@@ -435,11 +437,6 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
         yield "merge"
     elif units < blocks:
         yield "idle"
-
-
-def query_tiles(op: Attention, tokens: int) -> int:
-    """m16 tiles of query rows that share a KV head; a warp takes one at a time."""
-    return ceil_div(op.heads // op.kv_heads * tokens, 16)
 
 
 def _unit_features(op: Attention) -> ValueRef:

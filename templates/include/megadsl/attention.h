@@ -406,9 +406,14 @@ struct AsGathered {
   static constexpr bool kMaps = false;
 };
 
+// What the two warps of a tile do in place of leaving their parts for publish_unit, see halves.h.
+template <class Wire, class T, class B>
+MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 tiles, u32 taken,
+                           Softmax<T>& state);
+
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
-// queries. `heads`: what is made of queries and keys before they are multiplied.
-template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, class B, class R, class H = AsGathered>
+// queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `heads`: what is made of queries and keys before they are multiplied.
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
                           const H& heads = {}) {
@@ -455,6 +460,10 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       take_chunks<kHolds, T>(block, reader, ring_site, s, kv_len, step.tokens, unit, active ? mine : ~0u, classes,
                              first_tile == 0 ? held_stages : 0, ancestors, meeting, held, state);
+      if constexpr (kHalves) {
+        publish_halves<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, tiles, reader.taken.now(), state);
+        continue;
+      }
       if (active) {
         const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
         state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);

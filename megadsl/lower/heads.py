@@ -1,0 +1,32 @@
+"""How the query rows of an attention's KV head are shared out over a block's warps."""
+
+from __future__ import annotations
+
+from megadsl.ir.graph import Attention
+from megadsl.types import ceil_div
+
+FEW_ROWS = 8  # mk::FewRows: the N of an mma
+QUERY_ROWS = 16  # of a tile: the M of an mma
+PART_BYTES = 4  # of what a warp leaves: fp32
+
+
+def query_tiles(op: Attention, tokens: int) -> int:
+    """m16 tiles of query rows that share a KV head; a warp takes one at a time."""
+    return ceil_div(op.heads // op.kv_heads * tokens, QUERY_ROWS)
+
+
+def few_rows(op: Attention, tokens: int) -> bool:
+    """Whether a KV head's query rows fit half a tile (templates/include/megadsl/few_rows.h, heads.h)."""
+    return op.heads // op.kv_heads * tokens <= FEW_ROWS
+
+
+def in_halves(op: Attention, tokens: int, warps: int) -> bool:
+    """Whether two warps have each tile, so that each of them adds and publishes half of its columns (templates/include/megadsl/halves.h)."""
+    return warps // query_tiles(op, tokens) == 2 and not few_rows(op, tokens)
+
+
+def parts_bytes(op: Attention, tokens: int, warps: int) -> int:
+    """Shared memory for what the warps leave of a unit's rows: all columns, or a half of them, each row with its maximum and sum."""
+    if in_halves(op, tokens, warps):
+        return 2 * query_tiles(op, tokens) * QUERY_ROWS * (op.head_dim // 2 + 8) * PART_BYTES
+    return warps * min(QUERY_ROWS, op.heads // op.kv_heads * tokens) * (op.head_dim + 4) * PART_BYTES

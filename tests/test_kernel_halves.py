@@ -1,0 +1,70 @@
+"""Attention where two warps share a query tile: each adds and publishes half of the columns."""
+
+from __future__ import annotations
+
+import pytest
+from check_tools import unmet
+from lower_tools import GPU
+from schedules import everywhere
+
+import megadsl as mk
+from megadsl.build.host import DETECT
+from megadsl.check import check_plan
+from megadsl.driver import Compiled
+from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.emulate.explore import policy_of
+from megadsl.ir.plan import Instr
+from megadsl.lower.programs import instructions
+from tests.kernels import Bench, Configure, check, compiled, config, judge, steps
+
+FULL = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 176}  # rows of 12 tokens end in a tile
+LONG = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "hidden_size": 96, "intermediate_size": 64, "vocab_size": 64}
+
+
+def tagged(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=3)
+
+
+def sentinels(s: ScheduleBlock) -> None:
+    everywhere(mk.Sentinel())(s)
+    s["attention"].split(kv=2)
+
+
+def flags(s: ScheduleBlock) -> None:
+    everywhere(mk.Flag())(s)
+
+
+def attention(made: Compiled) -> Instr:
+    return next(i for p in made.plan.programs for i in instructions(p.body) if i.call == "attention")
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "blocks", "configure"), [(FULL, 12, 3, tagged), (LONG, 9, 4, sentinels), (LONG, 16, 2, flags), (FULL, 10, 5, sentinels)]
+)
+def test_kernels(fields: dict[str, int], tokens: int, blocks: int, configure: Configure) -> None:
+    made = compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure)
+    assert attention(made).args["halves"]
+    assert check_plan(made.plan, GPU).findings == ()
+    check(made, [(0, tokens), (3, tokens), (90, tokens - 1)], seeds=(3,))
+
+
+@pytest.mark.parametrize(("tokens", "halves"), [(1, False), (6, False), (7, True), (12, True), (13, False)])
+def test_only_where_a_tile_has_two_warps(tokens: int, halves: bool) -> None:
+    made = compiled("llama-tiny", tokens=tokens, fields=config(num_attention_heads=5, num_key_value_heads=1, hidden_size=80))
+    assert attention(made).args["halves"] is halves
+
+
+def test_no_schedule_shows_a_race() -> None:
+    made = compiled("llama-tiny", tokens=12, blocks=2, fields=config(**FULL), configure=sentinels, max_kv=48)
+    bench, some = Bench(made, defines={DETECT: "1"}), steps(made, [(20, 12)])
+    first = bench.play(some)
+    judge(made, bench.weights, some, first)
+    bench.program.seed, bench.program.policy = 2, policy_of(2)
+    assert bench.play(some)[0].same(first[0])
+    assert bench.program.report is not None and not bench.program.report.races
+
+
+def test_the_checker_knows_the_meeting_in_between() -> None:
+    made = compiled("llama-tiny", tokens=12, fields=config(**FULL), configure=sentinels)
+    found = check_plan(unmet("attention", "parts")(made.plan), GPU).findings
+    assert [f.code for f in found] == ["MK510"] and "attention.scratch" in str(found[0])
