@@ -35,6 +35,7 @@ TWO_TILES = (("intermediate_size", 1040),)  # a row group of the down projection
 SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("kernel", "launch"): (Sample("launch = op"),),
     ("kernel", "block_registers"): (Sample("block_registers = moved"),),
+    ("kernel", "finish"): (Sample("finish = block"),),
     ("kernel", "blocks"): (Sample("blocks = 3", "op attention: split_kv = 2"),),
     ("kernel", "warps"): (Sample("warps = 5"),),
     ("kernel", "batch"): (Sample("batch = 1"), Sample("batch = 5")),
@@ -83,6 +84,7 @@ ALL = [(knob, sample) for knob in KNOBS for sample in samples(knob)]
 # All knobs that change code and no bits, but for one op a launch.
 TOGETHER = f"""{KV_LOADER}
 block_registers = moved
+finish = block
 blocks = 3
 batch = 2
 ring weights: stage_bytes = 8 KiB

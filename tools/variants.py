@@ -53,6 +53,8 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
             s.ring("weights", **{knob: int(value)})
         case "warps":
             s.role("consumer", warps=int(value))
+        case "finish":
+            s.finish(value)
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
         case "splits" | "sync" | "scale" | "gather" | "residual":

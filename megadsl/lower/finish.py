@@ -7,25 +7,15 @@ merges splits, takes the next token, and gathers residual rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megadsl.ir.graph import Graph
 from megadsl.ir.plan import Instr
 from megadsl.ir.schedule import Schedule
 
 MOST_TOKENS = 8  # mk::finish_batch: four threads a token
-FEW_TOKENS = 2  # at more, one warp would finish what takes several
 
 MULTIPLY, FINISH, BOTH = "multiply", "finish", "both"
 _FINISHED = ("merge", "gather_kept", "release_rows", "acquire_rows")
 _SHARED = ("matrix", "attention", "argmax")
-
-
-def choose_finish(graph: Graph, schedule: Schedule) -> Schedule:
-    """``schedule`` with who finishes decided: a warp of its own for few tokens."""
-    if schedule.finish:
-        return schedule
-    return replace(schedule, finish="warp" if graph.tokens <= FEW_TOKENS and not why_block(graph, schedule) else "block")
 
 
 def why_block(graph: Graph, schedule: Schedule) -> str:

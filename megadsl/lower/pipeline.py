@@ -17,7 +17,7 @@ from megadsl.lower.builder import Builder
 from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
-from megadsl.lower.finish import choose_finish, finishers
+from megadsl.lower.finish import finishers
 from megadsl.lower.fuse import fuse
 from megadsl.lower.held import hold_tiles
 from megadsl.lower.infer import infer
@@ -28,7 +28,7 @@ from megadsl.lower.packing import Packed, plan_packing
 from megadsl.lower.programs import build_programs
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
-from megadsl.lower.threads import choose_registers, threads
+from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
@@ -75,7 +75,7 @@ def _schedule(state: Lowering) -> None:
         verify_schedule(state.graph, schedule, state.machine, asked, found)
     state.schedule = balance(state.graph, schedule)
     state.graph = factor(state.graph, state.schedule)
-    state.schedule = choose_finish(state.graph, state.schedule)
+    state.schedule = choose_finish(state.graph, state.schedule, state.machine)
     state.schedule = choose_registers(state.graph, state.schedule, state.machine)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)

@@ -12,7 +12,7 @@ from megadsl.lower.columns import default_ways, part_shares, share_begin, why_wh
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
 from megadsl.lower.operands import kept_values, takes_chunks
-from megadsl.lower.threads import WARP_THREADS, why_stay
+from megadsl.lower.threads import MIN_REGISTERS, WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
@@ -99,7 +99,6 @@ NOT_FACTORED = declare(
 )
 
 HINTS = ("evict_first", "evict_normal", "evict_last")
-MIN_REGISTERS = 128
 MAX_STAGES = 64
 MAX_SLOTS = 64  # two to four serve; each is a copy of the whole value in L2
 MAX_BATCH = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import Schedule
-from megadsl.lower.finish import finishers
+from megadsl.lower.finish import finishers, why_block
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
 
@@ -22,6 +22,18 @@ REGISTER_UNIT = 8  # registers are given to a thread in eights
 LOADER_REGISTERS = 120  # what nvcc 13.0 needs for some of them to spill nothing
 MOVES = "setmaxnreg"
 NARROW, FEW_TOKENS = 64, 4
+MIN_REGISTERS = 128  # that consumers need
+FINISHED_ALONE = 2  # tokens: of more, one warp would finish what takes several
+
+
+def choose_finish(graph: Graph, schedule: Schedule, machine: Machine) -> Schedule:
+    """``schedule`` with who finishes decided: for few tokens a warp of its own, if the others keep enough registers."""
+    if schedule.finish:
+        return schedule
+    made = replace(schedule, finish="warp")
+    warps = sum(r.warps for r in schedule.roles) + finishers(made)
+    fits = warps <= machine.max_warps_per_block and _launched(warps, schedule.resident, machine) >= MIN_REGISTERS
+    return made if fits and graph.tokens <= FINISHED_ALONE and not why_block(graph, made) else replace(schedule, finish="block")
 
 
 def choose_registers(graph: Graph, schedule: Schedule, machine: Machine) -> Schedule:

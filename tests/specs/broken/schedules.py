@@ -147,6 +147,13 @@ def half_a_warpgroup(s: ScheduleBlock) -> None:
     # mend: warps=6 => warps=8
 
 
+def one_warp_for_parts(s: ScheduleBlock) -> None:
+    s["down_proj"].columns(ways=2)
+    s.finish("warp")
+    # MK246 `s.finish(` | the columns of 'down_proj' are split | leave s.finish("warp") out
+    # mend: s.finish("warp") => pass
+
+
 def blocks(s: ScheduleBlock) -> None:
     s.blocks(133)
     # MK163 `s.blocks(` | asks for 133 blocks, sm_90a runs at most 132 at once | choose 1 to
