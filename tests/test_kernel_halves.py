@@ -39,7 +39,8 @@ def attention(made: Compiled) -> Instr:
 
 
 @pytest.mark.parametrize(
-    ("fields", "tokens", "blocks", "configure"), [(FULL, 12, 3, tagged), (LONG, 9, 4, sentinels), (LONG, 16, 2, flags), (FULL, 10, 5, sentinels)]
+    ("fields", "tokens", "blocks", "configure"),
+    [(FULL, 12, 3, tagged), (LONG, 9, 4, sentinels), (LONG, 16, 2, flags), (FULL, 10, 5, sentinels)],
 )
 def test_kernels(fields: dict[str, int], tokens: int, blocks: int, configure: Configure) -> None:
     made = compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure)

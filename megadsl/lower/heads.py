@@ -21,7 +21,7 @@ def few_rows(op: Attention, tokens: int) -> bool:
 
 
 def in_halves(op: Attention, tokens: int, warps: int) -> bool:
-    """Whether two warps have each tile, so that each of them adds and publishes half of its columns (templates/include/megadsl/halves.h)."""
+    """Whether two warps have each tile: each adds and publishes half of its columns (templates/include/megadsl/halves.h)."""
     return warps // query_tiles(op, tokens) == 2 and not few_rows(op, tokens)
 
 

@@ -12,15 +12,15 @@ from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
-from megadsl.lower.launches import join, joined
 from megadsl.lower.heads import in_halves, query_tiles
+from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import tiling
-from megadsl.types import Level, ceil_div
+from megadsl.types import Level
 
 
 def build_programs(builder: Builder) -> tuple[Program, ...]:

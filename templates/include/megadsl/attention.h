@@ -336,6 +336,21 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
   }
 }
 
+// The warps leave their parts of a pass, meet, and publish what they come to.
+template <class Wire, class T, class B, class S>
+MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles,
+                        u32 classes, u32 taken, u32 rows, const S& state) {
+  const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, part_rows = min_u32(16, rows);
+  if (mine < classes) {
+    const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
+    state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
+  }
+  trace(block.cx, Event::kTaken, site, taken);
+  block.sync();
+  trace(block.cx, Event::kParts, site, unit);
+  publish_unit<Wire, T>(block, s, e, sequence, unit, first_tile, tiles, classes, part_rows);
+}
+
 // All parts of a unit are stored: with flags, says so.
 template <class Wire, class B>
 MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 unit) {
@@ -412,14 +427,15 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
                            Softmax<T>& state);
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
-// queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `heads`: what is made of queries and keys before they are multiplied.
+// queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `heads`: what is
+// made of queries and keys before they are multiplied.
 template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
                           const H& heads = {}) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
-  const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16), part_rows = min_u32(16, rows);
+  const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16);
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
@@ -456,22 +472,12 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         ask_ancestors(first_tile);
       }
       const u32 tiles = tiles_from(first_tile), classes = classes_of(tiles), tile = block.warp() % tiles, mine = block.warp() / tiles;
-      const bool active = mine < classes;
       S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
-      take_chunks<kHolds, T>(block, reader, ring_site, s, kv_len, step.tokens, unit, active ? mine : ~0u, classes,
+      take_chunks<kHolds, T>(block, reader, ring_site, s, kv_len, step.tokens, unit, mine < classes ? mine : ~0u, classes,
                              first_tile == 0 ? held_stages : 0, ancestors, meeting, held, state);
-      if constexpr (kHalves) {
-        publish_halves<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, tiles, reader.taken.now(), state);
-        continue;
-      }
-      if (active) {
-        const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
-        state.leave(block.template at<float>(s.scratch) + (mine * tiles + tile) * part_rows * T::kPartFloats, block.lane(), left);
-      }
-      trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
-      block.sync();
-      trace(block.cx, Event::kParts, ring_site, u);
-      publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, first_tile, tiles, classes, part_rows);
+      const u32 taken = reader.taken.now();
+      if constexpr (kHalves) publish_halves<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, tiles, taken, state);
+      else publish_all<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, first_tile, tiles, classes, taken, rows, state);
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
