@@ -13,6 +13,7 @@ import megadsl as mk
 from megadsl.check import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import compile_model
+from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.programs import instructions
@@ -56,6 +57,7 @@ def test_many_columns_or_tags_do_not(name: str) -> None:
         ("llama-tiny", 1, 2, sentinels, 512, [(0, 1), (128, 1), (300, 1)]),  # more chunks than warps
         ("llama-tiny", 1, 8, sentinels, 512, [(16, 1), (511, 1)]),
         ("llama-tiny-odd", 2, 5, and_no_tiles, 128, [(0, 2), (37, 1)]),
+        ("qwen3-tiny", 1, 3, sentinels, 512, [(0, 1), (37, 1), (300, 1)]),  # heads of 128 that are mapped before they are multiplied
     ],
 )
 def test_kernels(name: str, tokens: int, blocks: int, configure: Callable[[Any], None], max_kv: int, sizes: list[tuple[int, int]]) -> None:
@@ -69,6 +71,16 @@ def test_kernels(name: str, tokens: int, blocks: int, configure: Callable[[Any],
 def test_the_checker_finds_what_is_left_out(call: str, op: str) -> None:
     plan = compiled("llama-tiny", blocks=3, configure=sentinels).plan
     assert check_plan(without(call, op)(plan), GPU).findings
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 2), (128, 8, 2)])
+def test_mapped_heads(head_dim: int, heads: int, kv_heads: int) -> None:
+    """Two and four query rows to a KV head, of narrow heads and of wide ones, whose rows do not all find lanes at once."""
+    shape = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    made = compiled("qwen3-tiny", blocks=3, fields=load("qwen3-tiny")[1] | shape, configure=sentinels)
+    assert made.plan.schedule.op("attention").gather == "registers"
+    assert not [i for p in made.plan.programs for i in instructions(p.body) if "mapped" in i.syncs]
+    check(made, [(0, 1), (100, 1)], seeds=(3,))
 
 
 def test_stages_are_let_go_of_behind_the_products() -> None:

@@ -440,6 +440,7 @@ struct Outgoing {
     first = holds(thread);
   }
 
+  MK_DEV u32x4* arena() const { return reinterpret_cast<u32x4*>(buffers.exchange); }
   // First vector of this block in the slot of a round.
   MK_DEV u32 slot(u32 round) const {
     return u32(e.offset) + (round & u32(e.slots - 1)) * u32(e.slot_stride) + begin;
@@ -470,7 +471,6 @@ struct Outgoing {
 
   // Publishes what is staged: behind a barrier of those who staged it and those who publish. Blocks that own nothing publish zeros.
   MK_DEV void send() const {
-    u32x4* arena = reinterpret_cast<u32x4*>(buffers.exchange);
     bool stored = first;
     u32 to = at;
 #pragma unroll 1
@@ -478,18 +478,18 @@ struct Outgoing {
       u32x4 x = {0, 0, 0, 0};
       if (stored) x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
       chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
-      ptx::st_relaxed(arena + to, Wire::pack(x, sequence));
+      ptx::st_relaxed(arena() + to, Wire::pack(x, sequence));
     }
     if (!Wire::kResets) return;
     const u32 ahead = slot(sequence + u32(e.slots) / 2);
 #pragma unroll 1
     for (u32 i = thread; i < count; i += threads)
-      ptx::st_relaxed(arena + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+      ptx::st_relaxed(arena() + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
   }
   // Flag: raises the block's flag, behind a barrier after send().
   MK_DEV void raise() const {
     chaos(cx, Place::kSignal, u32(e.flags), 0);
-    u32* flags = reinterpret_cast<u32*>(reinterpret_cast<u32x4*>(buffers.exchange) + e.flags);
+    u32* flags = reinterpret_cast<u32*>(arena() + e.flags);
     if (thread == 0) ptx::st_release(flags + cx.block * kFlagStride, sequence);
   }
 };

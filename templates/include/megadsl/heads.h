@@ -1,7 +1,8 @@
 // Attention of one new token whose queries arrive in registers: few heads, a dense exchange. See direct.h for why.
 //
-// Units, splits and partial results are those of attention.h, of wide heads the products those of few_rows.h. Every warp polls the unit's queries as operands of its products, takes
-// its first cached chunk out of the ring before that, and one warp polls this step's own key and value as a chunk of one row.
+// Units, splits and partial results are those of attention.h, the products of wide heads those of few_rows.h. Every warp polls the unit's
+// queries as operands of its products, takes its first cached chunk out of the ring before that, and one warp polls this step's own key and
+// value as a chunk of one row.
 #pragma once
 #include "megadsl/few_rows.h"
 #include "megadsl/head_maps.h"
