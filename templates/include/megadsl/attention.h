@@ -339,7 +339,7 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
 // The warps leave their parts of a pass, meet, and publish what they come to.
 template <class Wire, class T, class B, class S>
 MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles,
-                        u32 classes, u32 taken, u32 rows, const S& state) {
+                        u32 classes, u32 taken, u32 rows, S& state) {
   const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, part_rows = min_u32(16, rows);
   if (mine < classes) {
     const u32 left = min_u32(part_rows, rows - (first_tile + tile) * 16);
