@@ -36,7 +36,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("kernel", "launch"): (Sample("launch = op"),),
     ("kernel", "block_registers"): (Sample("block_registers = moved"),),
     ("kernel", "finish"): (Sample("finish = block"),),
-    ("kernel", "blocks"): (Sample("blocks = 3", "op attention: split_kv = 2"),),
+    ("kernel", "blocks"): (Sample("blocks = 3", "op attention: split_kv = 2\nfinish = block"),),
     ("kernel", "warps"): (Sample("warps = 5"),),
     ("kernel", "batch"): (Sample("batch = 1"), Sample("batch = 5")),
     ("kernel", "max_kv"): (Sample("max_kv = 160"),),

@@ -116,7 +116,7 @@ def test_short_rings_hold_as_well(ring: int) -> None:
     ],
 )
 def test_the_checker_sees_what_is_missing(spoil: Callable[[Plan], Plan], code: str) -> None:
-    whole = plan("llama-tiny", blocks=3)
+    whole = plan("llama-tiny", lambda s: s.finish("block"), blocks=3)
     assert not check_plan(whole, GPU).findings
     assert code in {f.code for f in check_plan(spoil(whole), GPU).findings}
 

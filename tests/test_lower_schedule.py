@@ -158,8 +158,8 @@ def test_decisions_reach_the_plan() -> None:
         s["o_proj"].prefetch(smem=None, l2=MIB, ahead_of="attention")
 
     state = lowered(decide=decide)
-    assert [(p.role, p.first_warp, p.warps) for p in state.programs] == [("loader", 8, 1), ("kv_loader", 9, 1), ("consumer", 0, 8)]
-    assert state.plan.tunables.threads == 320
+    assert [(p.role, p.first_warp, p.warps) for p in state.programs] == [("loader", 9, 1), ("kv_loader", 10, 1), ("consumer", 0, 8)]
+    assert state.plan.tunables.threads == 352
     assert "o_proj" in {i.op for item in state.programs[0].body for phase in getattr(item, "body", (item,)) for i in phase.body}
     assert [s.kind for s in state.plan.sites if s.op == "o_proj" and s.role == "loader"] == ["gate", "ring.empty"]
 

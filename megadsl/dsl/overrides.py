@@ -46,7 +46,7 @@ class SetFinish:
     """Who adds a block's partial sums and publishes."""
 
     finish: str
-    span: Span
+    span: Span = dataclasses.field(compare=False)
 
 
 @dataclass(frozen=True)

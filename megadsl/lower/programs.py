@@ -132,7 +132,7 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     args: dict[str, object] = {"value": value, "wire": exchange.wire, "round": round_}
     into = Region("exchange", value, exchange.level, round_)
     alone = stages_alone(builder, op)
-    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and (isinstance(op, Embed) or not finishers(builder.schedule)) else ()
+    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and not finishers(builder.schedule) else ()
     args |= {"solo": alone, "raw": isinstance(op, Embed)}  # raw: bits as they lie in a table, rather than results of conversions
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
@@ -155,7 +155,8 @@ def stages_alone(builder: Builder, op: Op) -> bool:
 
 
 def _end(builder: Builder, op: Op) -> tuple[str, ...]:
-    return () if op.out is None or stages_alone(builder, op) or finishers(builder.schedule) else ("end",)
+    alone = op.out is None or stages_alone(builder, op) or finishers(builder.schedule) > 0
+    return () if alone else ("end",)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -220,6 +221,8 @@ def _begin(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
             yield Instr(Verb.WAIT, "hold_vector", op.name, op.span, sites[arg], (ring,), (lanes,), args=args)
     if builder.copies(op):
         yield from _copies(op, ring_role, sites)
+        if vectors(op) and not finishers(builder.schedule):  # before they are read: a finisher meets the others there anyway
+            yield Instr(Verb.BARRIER, "sync", op.name, op.span)
     if not tiles:
         return
     held = Region("registers", op.name, Level.WARP)
@@ -241,13 +244,11 @@ def _takes_beside(builder: Builder, op: Linear) -> bool:
 
 
 def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr]:
-    """Vectors that move from the ring to a place of their own, and the barrier before they are read."""
+    """Vectors that move from the ring to a place of their own."""
     for arg, _ in vectors(op):
         reads, copy = Region("ring", ring_role, Level.BLOCK), Region("smem", copy_name(op, arg), Level.BLOCK)
         args = {"linear": op, "arg": arg, "record": vector_name(op, arg), "ring": ring_role}
         yield Instr(Verb.WAIT, "copy_vector", op.name, op.span, sites[arg], (reads,), (copy,), args=args)
-    if vectors(op):
-        yield Instr(Verb.BARRIER, "sync", op.name, op.span)
 
 
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
