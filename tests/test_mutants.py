@@ -19,11 +19,11 @@ from megadsl.emit import emit
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
 from megadsl.emulate.frames import Frame
-from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants, places
+from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.explore import Subject
-from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject, small_rings
+from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RECORDED_SEEDS, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
 from tools.syncs import synced
 
@@ -70,9 +70,7 @@ def judge(compiled: Compiled) -> Judge:
 
 @pytest.fixture(scope="module")
 def found(judge: Judge) -> tuple[Place, ...]:
-    records, _ = judge.points()
-    assert judge.program.emulator is not None
-    return places(records, judge.program.emulator.path, judge.subject.source, include())
+    return judge.home.points(RECORDED_SEEDS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +91,9 @@ def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
 
 
 def test_one_mutant_of_each_sort_is_noticed(judge: Judge, found: tuple[Place, ...], facts: Facts) -> None:
-    """The last one of each: ops late in the step. What orders the steps of a launch has tests of its own, on kernels where another block
-    copies what one has appended (tests/test_kernel_steps.py); not all of it is noticed here (docs/verification.md)."""
-    between = {"steps.h", "tape.h"}
-    inside = [p for p in found if not any(f.file in between or f.function.endswith("take_token") for f in p.frames[:3])]
+    """The last one of each: ops late in the step."""
     sorts: dict[tuple[Point, str], Mutant] = {}
-    for mutant in mutants(inside, 10**7):
+    for mutant in mutants(found, 10**7):
         if not argument_for(mutant, facts):
             sorts[mutant.place.kind, mutant.what] = mutant
     verdicts = [judge.judge(mutant) for mutant in sorts.values()]
@@ -152,7 +147,7 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
     lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
     assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
     refused = edited(facts.plan, lambda i: None if i.call == "gather" else i)
-    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain", "Publication::publish", "run_attention"}
+    assert argued(replace(facts, plan=refused)) == {"may_run", "finish_step"}
 
 
 def test_arguments_about_inputs_in_registers_hold_only_where_their_facts_do() -> None:

@@ -19,12 +19,14 @@ from megadsl.lower.exchanges import LASTS_PER_VECTOR
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.shape import ident
+from megadsl.lower.tiling import PANEL
 from megadsl.types import ceil_div
 
 WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
 MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
 MOST_UNITS = 3  # of an attention
+QUERY_ROWS, KEY_ROWS = 16, 8  # that lie side by side in each panel: query_offset, key_offset
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 
@@ -193,7 +195,7 @@ class Stream:
         yield from self._meet(step.instr, "partials")
         yield from (self._scalars(step, i, False) for i in scaled)
         if own:
-            yield _reading(partials)
+            yield replace(_reading(partials), solo=4 * self.device.tokens * self.device.plan.tunables.batch <= WARP_THREADS)
         if own and m.chunks > 1:
             size = 8 * self.device.tokens * 4
             begin = self.words[7] + first * size
@@ -296,10 +298,11 @@ class Stream:
             if unit != units[0]:
                 yield from self._meet(instr, "again")
             inputs, fresh, scratch = self._unit(step, unit)
-            yield from inputs
+            gathered = list(self._unit_writes(step, unit, inputs))
+            yield from gathered
             yield from self._meet(instr, "gathered")
             if device.op(instr.op).maps:
-                yield from self._map_heads(step, inputs)
+                yield from self._map_heads(step, gathered)
                 yield from self._meet(instr, "mapped")
                 inputs, fresh = [_mapped(a) for a in inputs], [_mapped(a) for a in fresh]
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
@@ -311,7 +314,7 @@ class Stream:
                 yield from self._meet(instr, "parts")
                 yield _reading(left)
             yield from self._meet(instr, "published")
-            yield from (replace(_reading(a), solo=False) for a in fresh)
+            yield from (replace(_reading(a), own=False) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
 
@@ -323,6 +326,33 @@ class Stream:
             yield _reading(area)
             yield replace(_mapped(area), own=True)
 
+    def _unit_writes(self, step: Step, unit: int, inputs: list[Access]) -> Iterator[Access]:
+        """What of a unit's areas is written: rows that exist, of values whole chunks. All of it is read."""
+        op, rows = self.device.op(step.instr.op), self.device.heads(step.instr.op).rows
+        if bool(step.instr.args["direct"]):
+            yield from inputs
+            return
+        solo = self._first_warp_gathers(step, unit)
+        for area in (replace(area, solo=solo) for area in inputs):
+            if area.area.endswith(".fresh"):
+                half = area.size // 2
+                yield from _rows(area, self.device.tokens, op.head_dim, KEY_ROWS)
+                yield replace(area, begin=area.begin + half, size=half)
+            else:
+                yield from _rows(area, rows, op.head_dim, QUERY_ROWS)
+
+    def _first_warp_gathers(self, step: Step, unit: int) -> bool:
+        """Whether no other warp has a vector of the unit to poll."""
+        device, heads, dim = self.device, self.device.heads(step.instr.op), int(self.device.op(step.instr.op).head_dim)
+        e, (head, split) = device.exchanges[str(step.instr.args["qkv"])], divmod(unit, heads.splits)
+        features = heads.rows // device.tokens * dim
+        asked = [(heads.begins[0] + head * features, features)]
+        if split + 1 == heads.splits:
+            asked += [(begin + head * dim, dim) for begin in heads.begins[1:]]
+        units = sum(ceil_div(count, 8) for _, count in asked) * device.tokens
+        extras = sum(len(device.owners(e, *of)) for of in asked) * (e.vectors - e.units)
+        return max(units, extras) <= WARP_THREADS
+
     def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
         """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
@@ -332,8 +362,8 @@ class Stream:
         holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
-        # Where queries arrive in registers, one warp stages this step's row and multiplies it.
-        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo=direct)] if takes else []
+        # Where queries arrive in registers, one warp, not always the first, stages this step's row and multiplies it.
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, own=direct)] if takes else []
         return (
             [*queries, *fresh],
             fresh,
@@ -372,6 +402,16 @@ class Stream:
             yield _reading(choice)
             yield tokens
             yield _reading(tokens)  # finish_step() hands them to the next launch
+
+
+def _rows(area: Access, rows: int, columns: int, height: int) -> Iterator[Access]:
+    """The bytes of rows that exist, where ``height`` of them lie side by side panel by panel."""
+    line, panels = PANEL * 2, ceil_div(columns, PANEL)
+    whole, rest = divmod(rows, height)
+    if whole:
+        yield replace(area, size=whole * height * panels * line)
+    for panel in range(panels if rest else 0):
+        yield replace(area, begin=area.begin + (whole * panels + panel) * height * line, size=rest * line)
 
 
 def _mapped(gathered: Access) -> Access:
