@@ -17,6 +17,7 @@ from megadsl.cli import app
 from megadsl.driver import Compiled, compile_model
 from megadsl.emit import emit
 from megadsl.emulate.abi import Change, Point
+from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
 from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants
@@ -25,6 +26,8 @@ from megadsl.resources import include
 from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RECORDED_SEEDS, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
+from tests.kernels import compiled as compiled_kernel
+from tests.schedules import kv_loader
 from tools.syncs import synced
 
 SM90 = machine("sm_90a")
@@ -122,6 +125,26 @@ def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, ju
     nowhere = Mutant(Place(Point.WAIT, "", "", "", found[0].frames, "", ()), CHANGES[Point.WAIT][0])
     verdict = judge.judge(nowhere)
     assert not verdict.killed_by and not verdict.possible
+
+
+def test_what_nobody_notices_is_tried_in_another_grid(judge: Judge, found: tuple[Place, ...]) -> None:
+    """There a point is the one to which the same lines lead. At home this mutant makes its mistake nowhere, and nothing is noticed."""
+    more = compile_model("llama-tiny", blocks=4, max_kv=MAX_KV)
+    both = MutableSubject(judge.home.subject, (3,), Subject(more.manifest, emit(more.plan)))()
+    place = next(p for p in found if p.kind is Point.BLOCK_BARRIER and p.within("take_token"))
+    verdict = both.judge(Mutant(replace(place, keys=()), Change.DROP, 10**7))
+    assert (verdict.killed_by, verdict.blocks) == (DETECTOR, 4)
+
+
+def test_what_orders_rows_between_steps_is_worked_out_from_the_plan() -> None:
+    one, two, more = (
+        compile_model("llama-tiny", tokens=tokens, blocks=blocks, max_kv=64, check=False).plan
+        for tokens, blocks in ((1, 5), (2, 5), (2, 8))
+    )
+    assert not copied_elsewhere_at_once(one) and copied_elsewhere_at_once(two)
+    assert copies_wait_for_stages(small_rings(two), of_the_head=False) and not copies_wait_for_stages(more, of_the_head=False)
+    apart = compiled_kernel("llama-tiny", blocks=5, configure=kv_loader).plan
+    assert not copies_wait_for_stages(apart, of_the_head=True)  # a ring of its own has nothing else in it
 
 
 DIRECT = {"run_direct", "run_heads"}  # kernels whose inputs arrive in registers, below

@@ -41,7 +41,8 @@ DETECTOR, DEADLOCK, RESULT = "detector", "deadlock", "result"
 @dataclass(frozen=True)
 class Verdict:
     """``killed_by`` is detector, deadlock, result, or "" for a survivor; then ``argument`` says why it is equivalent, "" when
-    nobody has said so. ``seed`` and ``blocks`` are the schedule and the grid that killed it; ``evidence`` the first lines of what was seen."""
+    nobody has said so. ``seed`` and ``blocks`` are the schedule and the grid that killed it; ``evidence`` the first lines of what
+    was seen."""
 
     name: str
     killed_by: str
@@ -173,7 +174,8 @@ class Judge:
         return Verdict(str(mutant), "", None, None, "", argument, changes)
 
     def _attempts(self, mutant: Mutant, argued: bool, everywhere: bool) -> Iterator[tuple[Setting, Mutant, int, range]]:
-        """The last launch alone, which passes nearly all that others do, then all of them, the last one elsewhere, all under other seeds."""
+        """The last launch alone, which passes nearly all that others do, then all of them, the last one elsewhere, all under other
+        seeds."""
         count, (seed, *seeds) = len(self.home.reference), self.seeds
         last, every = range(count - 1, count), range(count)
         yield self.home, mutant, seed, last
@@ -216,7 +218,8 @@ def score(
     """What becomes of every mutant of the plan's kernel, with small rings, under ``seeds``.
 
     ``manifest`` is the compiler's, for a few blocks; ``elsewhere`` manifest and plan for another grid, whose rings stay as they are: what
-    nobody notices is tried there, too, and so is what an argument explains that does not hold for that grid. ``progress`` is told how many of how many are judged. Raises MK362 without addr2line.
+    nobody notices is tried there, too, and so is what an argument explains that does not hold for that grid. ``progress`` is told how
+    many of how many are judged. Raises MK362 without addr2line.
     """
     plan = small_rings(plan)
     order = sorted(seeds, key=lambda seed: policy_of(seed) is not Policy.LATE_COPIES)  # shows most, in half the steps of a slow loader
