@@ -7,7 +7,6 @@ their barriers against Instr.syncs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -24,7 +23,7 @@ from megadsl.types import ceil_div
 
 WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
-MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
+MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five or six show every adjacency
 MOST_UNITS = 3  # of an attention
 QUERY_ROWS, KEY_ROWS = 16, 8  # that lie side by side in each panel: query_offset, key_offset
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
@@ -164,7 +163,7 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        turns = itertools.count()
+        turn = 0
         for part, begin, end in self.device.parts(step.instr.op)[self.block]:
             own = end - begin
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)
@@ -175,18 +174,23 @@ class Stream:
                     if not step.instr.args["lanes"]:
                         yield from self._lasts(step, m, False)
                     ends = chunk + 1 == m.chunks
-                    for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
+                    count = max(min(groups, own - start), 1)
+                    for index in _shown(ceil_div(count, batch)):
+                        at = index * batch
                         scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
-                        yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own, scaled)
+                        size = min(batch, count - at) if own else 0
+                        yield from self._batch(step, m, part * m.chunks + chunk, turn + index, at, size, scaled)
                         if own and ends and not step.instr.args["parts"]:
                             yield from self._epilogue(step, own // m.fold, 4 * self.device.tokens * batch <= WARP_THREADS)
+                    turn += ceil_div(count, batch)
         yield from self._meet(step.instr, "end")
 
     def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int, scaled: range) -> Iterator[Event]:
-        """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
+        """Products of a batch of ``own`` row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
         sees whole rows settles the row reductions ``scaled``."""
         half = self._half()
-        partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.when, turn))
+        size = half // self.device.plan.tunables.batch * own
+        partials = Access("partials", self.words[2] + turn % 2 * half, size, True, step, (step.instr.op, step.when, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
             lanes = bool(step.instr.args["lanes"])
@@ -332,26 +336,35 @@ class Stream:
         if bool(step.instr.args["direct"]):
             yield from inputs
             return
-        solo = self._first_warp_gathers(step, unit)
-        for area in (replace(area, solo=solo) for area in inputs):
+        queries, all_of_it = self._first_warp_gathers(step, unit)
+        for area in inputs:
             if area.area.endswith(".fresh"):
                 half = area.size // 2
-                yield from _rows(area, self.device.tokens, op.head_dim, KEY_ROWS)
-                yield replace(area, begin=area.begin + half, size=half)
+                keys = _rows(area, range(self.device.tokens), op.head_dim, KEY_ROWS)
+                values = replace(area, begin=area.begin + half, size=half)
+                yield from (replace(a, solo=all_of_it) for a in (*keys, values))
             else:
-                yield from _rows(area, rows, op.head_dim, QUERY_ROWS)
+                alone = queries if rows <= QUERY_ROWS else 0
+                yield from (replace(a, solo=True) for a in _rows(area, range(alone), op.head_dim, QUERY_ROWS))
+                yield from _rows(area, range(alone, rows), op.head_dim, QUERY_ROWS)
 
-    def _first_warp_gathers(self, step: Step, unit: int) -> bool:
-        """Whether no other warp has a vector of the unit to poll."""
+    def _first_warp_gathers(self, step: Step, unit: int) -> tuple[int, bool]:
+        """Of how many of the unit's query rows no other warp has a vector to poll, and whether that is so of all that it gathers.
+
+        Threads take vectors in turn: those of the queries head by head, each unit for all tokens, then this step's rows; extra vectors
+        alike.
+        """
         device, heads, dim = self.device, self.device.heads(step.instr.op), int(self.device.op(step.instr.op).head_dim)
         e, (head, split) = device.exchanges[str(step.instr.args["qkv"])], divmod(unit, heads.splits)
         features = heads.rows // device.tokens * dim
         asked = [(heads.begins[0] + head * features, features)]
         if split + 1 == heads.splits:
             asked += [(begin + head * dim, dim) for begin in heads.begins[1:]]
+        if sum(len(device.owners(e, *of)) for of in asked) * (e.vectors - e.units) > WARP_THREADS:
+            return 0, False
         units = sum(ceil_div(count, 8) for _, count in asked) * device.tokens
-        extras = sum(len(device.owners(e, *of)) for of in asked) * (e.vectors - e.units)
-        return max(units, extras) <= WARP_THREADS
+        rows = WARP_THREADS // (ceil_div(dim, 8) * device.tokens) * device.tokens
+        return min(rows, heads.rows), units <= WARP_THREADS
 
     def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
         """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
@@ -404,14 +417,22 @@ class Stream:
             yield _reading(tokens)  # finish_step() hands them to the next launch
 
 
-def _rows(area: Access, rows: int, columns: int, height: int) -> Iterator[Access]:
-    """The bytes of rows that exist, where ``height`` of them lie side by side panel by panel."""
+def _shown(batches: int) -> list[int]:
+    """Batches of a pass that stand for all: of many the first and the last ones, an even number left out between them."""
+    skipped = max(0, batches - MOST_PASSES) // 2 * 2
+    return [i for i in range(batches) if not 3 <= i < 3 + skipped]
+
+
+def _rows(area: Access, rows: range, columns: int, height: int) -> Iterator[Access]:
+    """The bytes of some rows, where ``height`` of them lie side by side panel by panel; they begin with the first, or are within
+    ``height``."""
     line, panels = PANEL * 2, ceil_div(columns, PANEL)
-    whole, rest = divmod(rows, height)
+    whole, rest = (0, rows) if rows.start else (len(rows) // height, range(len(rows) % height))
     if whole:
         yield replace(area, size=whole * height * panels * line)
     for panel in range(panels if rest else 0):
-        yield replace(area, begin=area.begin + (whole * panels + panel) * height * line, size=rest * line)
+        begin = area.begin + ((whole * panels + panel) * height + rest.start) * line
+        yield replace(area, begin=begin, size=len(rest) * line)
 
 
 def _mapped(gathered: Access) -> Access:
