@@ -132,7 +132,6 @@ def _released_again(place: Place, facts: Facts) -> bool:
 
 _BETWEEN_STEPS = (
     (Point.ACQUIRE, Change.RELAX, "Tape::pass_gate"),
-    (Point.WAIT, Change.DROP, "Tape::pass_gate"),
     (Point.RELEASE, Change.RELAX, "acquire_rows"),
     (Point.WARP_BARRIER, Change.DROP, "acquire_rows"),
 )
