@@ -340,6 +340,17 @@ def test_why_sentinels_need_four_slots() -> None:
     assert "empties the slot" in stale.detail and "polls round" in stale.detail and "mk.Tagged" in stale.mend
 
 
+@pytest.mark.parametrize(
+    ("model", "blocks", "needed"), [("llama-tiny-odd", 5, False), ("llama-tiny-odd", 7, True), ("llama-tiny-interleaved", 7, False)]
+)
+def test_the_barrier_behind_the_queries_is_needed_where_bytes_meet(model: str, blocks: int, needed: bool) -> None:
+    """Of a unit only rows that exist are written, and perhaps by the first warp alone, which has read the partial sums itself. The race
+    detector sees a race in just those of these kernels whose barrier is needed (mutants of the kernel, docs/verification.md)."""
+    made = plan(model, blocks=blocks, max_kv=64)
+    found = check_plan(edited(made, lambda i: replace(i, syncs=()) if (i.call, i.op) == ("publish", "qkv_proj") else i)).findings
+    assert [f.code for f in found] == (["MK510"] if needed else [])
+
+
 def test_rows_appended_under_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_takes_them(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:
         chunks = -(-kv_len // 16)

@@ -50,8 +50,8 @@ def test_tiles_are_taken_before_the_first_wait_for_other_blocks() -> None:
     merge, o_proj, gate_up = phases(model(LLAMA).plan)[3:6]
     assert calls(merge)[:2] == ["o_proj.hold_tiles", "attention.merge"]  # attention's stages are behind it, its splits are not
     assert "o_proj.hold_tiles" not in calls(o_proj)
-    assert calls(gate_up)[:4] == [f"gate_up_proj.{c}" for c in ("copy_vector", "sync", "hold_tiles", "matrix")]
-    assert not {"wait_vector", "release_vector"} & {i.call for i in gate_up.body[3].body}
+    assert calls(gate_up)[:4] == [f"gate_up_proj.{c}" for c in ("copy_vector", "hold_tiles", "matrix", "publish")]
+    assert not {"wait_vector", "release_vector"} & {i.call for i in gate_up.body[2].body}
 
 
 def test_gates_open_before_tiles_are_held() -> None:

@@ -17,14 +17,17 @@ from megadsl.cli import app
 from megadsl.driver import Compiled, compile_model
 from megadsl.emit import emit
 from megadsl.emulate.abi import Change, Point
+from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
 from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
 from megadsl.emulate.frames import Frame
-from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants, places
+from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.explore import Subject
-from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RESULT, Judge, MutableSubject, small_rings
+from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RECORDED_SEEDS, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
+from tests.kernels import compiled as compiled_kernel
+from tests.schedules import kv_loader
 from tools.syncs import synced
 
 SM90 = machine("sm_90a")
@@ -70,9 +73,7 @@ def judge(compiled: Compiled) -> Judge:
 
 @pytest.fixture(scope="module")
 def found(judge: Judge) -> tuple[Place, ...]:
-    records, _ = judge.points()
-    assert judge.program.emulator is not None
-    return places(records, judge.program.emulator.path, judge.subject.source, include())
+    return judge.home.points(RECORDED_SEEDS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +94,9 @@ def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
 
 
 def test_one_mutant_of_each_sort_is_noticed(judge: Judge, found: tuple[Place, ...], facts: Facts) -> None:
-    """The last one of each: ops late in the step. What orders the steps of a launch has tests of its own, on kernels where another block
-    copies what one has appended (tests/test_kernel_steps.py); not all of it is noticed here (docs/verification.md)."""
-    between = {"steps.h", "tape.h"}
-    inside = [p for p in found if not any(f.file in between or f.function.endswith("take_token") for f in p.frames[:3])]
+    """The last one of each: ops late in the step."""
     sorts: dict[tuple[Point, str], Mutant] = {}
-    for mutant in mutants(inside, 10**7):
+    for mutant in mutants(found, 10**7):
         if not argument_for(mutant, facts):
             sorts[mutant.place.kind, mutant.what] = mutant
     verdicts = [judge.judge(mutant) for mutant in sorts.values()]
@@ -129,6 +127,26 @@ def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, ju
     assert not verdict.killed_by and not verdict.possible
 
 
+def test_what_nobody_notices_is_tried_in_another_grid(judge: Judge, found: tuple[Place, ...]) -> None:
+    """There a point is the one to which the same lines lead. At home this mutant makes its mistake nowhere, and nothing is noticed."""
+    more = compile_model("llama-tiny", blocks=4, max_kv=MAX_KV)
+    both = MutableSubject(judge.home.subject, (3,), Subject(more.manifest, emit(more.plan)))()
+    place = next(p for p in found if p.kind is Point.BLOCK_BARRIER and p.within("take_token"))
+    verdict = both.judge(Mutant(replace(place, keys=()), Change.DROP, 10**7))
+    assert (verdict.killed_by, verdict.blocks) == (DETECTOR, 4)
+
+
+def test_what_orders_rows_between_steps_is_worked_out_from_the_plan() -> None:
+    one, two, more = (
+        compile_model("llama-tiny", tokens=tokens, blocks=blocks, max_kv=64, check=False).plan
+        for tokens, blocks in ((1, 5), (2, 5), (2, 8))
+    )
+    assert not copied_elsewhere_at_once(one) and copied_elsewhere_at_once(two)
+    assert copies_wait_for_stages(small_rings(two), of_the_head=False) and not copies_wait_for_stages(more, of_the_head=False)
+    apart = compiled_kernel("llama-tiny", blocks=5, configure=kv_loader).plan
+    assert not copies_wait_for_stages(apart, of_the_head=True)  # a ring of its own has nothing else in it
+
+
 DIRECT = {"run_direct", "run_heads"}  # kernels whose inputs arrive in registers, below
 
 
@@ -152,7 +170,7 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
     lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
     assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
     refused = edited(facts.plan, lambda i: None if i.call == "gather" else i)
-    assert argued(replace(facts, plan=refused)) == held - {"Loader::retire", "Loader::drain", "Publication::publish", "run_attention"}
+    assert argued(replace(facts, plan=refused)) == {"may_run", "finish_step"}
 
 
 def test_arguments_about_inputs_in_registers_hold_only_where_their_facts_do() -> None:

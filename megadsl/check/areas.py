@@ -7,7 +7,6 @@ their barriers against Instr.syncs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -19,14 +18,16 @@ from megadsl.lower.exchanges import LASTS_PER_VECTOR
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.shape import ident
+from megadsl.lower.tiling import PANEL
 from megadsl.types import ceil_div
 
 WARP_THREADS = 32
 UNIT_BYTES = 16  # 8 features of one token
-MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five show every adjacency
+MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so that five or six show every adjacency
 MOST_UNITS = 3  # of an attention
 JOINT = ("input", "partials", "merge", "token")  # where the finisher meets the others
 FIRST, FINISHER = "first", "finisher"
+QUERY_ROWS, KEY_ROWS = 16, 8  # that lie side by side in each panel: query_offset, key_offset
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 
@@ -175,7 +176,7 @@ class Stream:
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
-        turns = itertools.count()
+        turn = 0
         for part, begin, end in self.device.parts(step.instr.op)[self.block]:
             own = end - begin
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)
@@ -187,19 +188,24 @@ class Stream:
                     if not step.instr.args["lanes"]:
                         yield from self._lasts(step, m, False)
                     ends = chunk + 1 == m.chunks
-                    for at in range(0, max(min(groups, own - start), 1), batch)[:MOST_PASSES]:
+                    count = max(min(groups, own - start), 1)
+                    for index in _shown(ceil_div(count, batch)):
+                        at = index * batch
                         scaled = range(self._scaled(step.instr.op) if ends and start + at == 0 else 0)
-                        yield from self._batch(step, m, part * m.chunks + chunk, next(turns), at, own, scaled)
+                        size = min(batch, count - at) if own else 0
+                        yield from self._batch(step, m, part * m.chunks + chunk, turn + index, at, size, scaled)
                         if own and ends and not step.instr.args["parts"]:
                             alone = 4 * self.device.tokens * batch <= WARP_THREADS
                             yield from self._epilogue(step, own // m.fold, self._one(alone))
+                    turn += ceil_div(count, batch)
         yield from self._meet(step.instr, "end")
 
     def _batch(self, step: Step, m: Matrix, chunk: int, turn: int, first: int, own: int, scaled: range) -> Iterator[Event]:
-        """Products of a batch of row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
+        """Products of a batch of ``own`` row groups, from ``first`` of the pass on, with one chunk of the columns; the first of them that
         sees whole rows settles the row reductions ``scaled``."""
         half = self._half()
-        partials = Access("partials", self.words[2] + turn % 2 * half, half, True, step, (step.instr.op, step.when, turn))
+        size = half // self.device.plan.tunables.batch * own
+        partials = Access("partials", self.words[2] + turn % 2 * half, size, True, step, (step.instr.op, step.when, turn))
         yield from (self._scalars(step, i, True) for i in scaled)
         if own:
             lanes = bool(step.instr.args["lanes"])
@@ -208,7 +214,7 @@ class Stream:
         yield from self._meet(step.instr, "partials")
         yield from (replace(self._scalars(step, i, False), solo=self._one(False)) for i in scaled)
         if own:
-            yield replace(_reading(partials), solo=self._one(False))
+            yield replace(_reading(partials), solo=self._one(4 * self.device.tokens * self.device.plan.tunables.batch <= WARP_THREADS))
         if own and m.chunks > 1:
             size = 8 * self.device.tokens * 4
             begin = self.words[7] + first * size
@@ -313,12 +319,13 @@ class Stream:
             if unit != units[0]:
                 yield from self._meet(instr, "again")
             inputs, fresh, scratch = self._unit(step, unit)
-            yield from inputs
+            gathered = list(self._unit_writes(step, unit, inputs))
+            yield from gathered
             yield from self._meet(instr, "gathered")
             if device.op(instr.op).maps and instr.args["direct"]:
                 yield from [self._angles(step, False)] if device.op(instr.op).rope is not None else []
             elif device.op(instr.op).maps:
-                yield from self._map_heads(step, inputs)
+                yield from self._map_heads(step, gathered)
                 yield from self._meet(instr, "mapped")
                 inputs, fresh = [_mapped(a) for a in inputs], [_mapped(a) for a in fresh]
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
@@ -330,7 +337,7 @@ class Stream:
                 yield from self._meet(instr, "parts")
                 yield _reading(left)
             yield from self._meet(instr, "published")
-            yield from (replace(_reading(a), solo="") for a in fresh)
+            yield from (replace(_reading(a), own=False) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
         yield from self._meet(instr, "merge")
@@ -343,6 +350,42 @@ class Stream:
             yield _reading(area)
             yield replace(_mapped(area), own=True)
 
+    def _unit_writes(self, step: Step, unit: int, inputs: list[Access]) -> Iterator[Access]:
+        """What of a unit's areas is written: rows that exist, of values whole chunks. All of it is read."""
+        op, rows = self.device.op(step.instr.op), self.device.heads(step.instr.op).rows
+        if bool(step.instr.args["direct"]):
+            yield from inputs
+            return
+        queries, all_of_it = self._first_warp_gathers(step, unit)
+        for area in inputs:
+            if area.area.endswith(".fresh"):
+                half = area.size // 2
+                keys = _rows(area, range(self.device.tokens), op.head_dim, KEY_ROWS)
+                values = replace(area, begin=area.begin + half, size=half)
+                yield from (replace(a, solo=FIRST if all_of_it else "") for a in (*keys, values))
+            else:
+                alone = queries if rows <= QUERY_ROWS else 0
+                yield from (replace(a, solo=FIRST) for a in _rows(area, range(alone), op.head_dim, QUERY_ROWS))
+                yield from _rows(area, range(alone, rows), op.head_dim, QUERY_ROWS)
+
+    def _first_warp_gathers(self, step: Step, unit: int) -> tuple[int, bool]:
+        """Of how many of the unit's query rows no other warp has a vector to poll, and whether that is so of all that it gathers.
+
+        Threads take vectors in turn: those of the queries head by head, each unit for all tokens, then this step's rows; extra vectors
+        alike.
+        """
+        device, heads, dim = self.device, self.device.heads(step.instr.op), int(self.device.op(step.instr.op).head_dim)
+        e, (head, split) = device.exchanges[str(step.instr.args["qkv"])], divmod(unit, heads.splits)
+        features = heads.rows // device.tokens * dim
+        asked = [(heads.begins[0] + head * features, features)]
+        if split + 1 == heads.splits:
+            asked += [(begin + head * dim, dim) for begin in heads.begins[1:]]
+        if sum(len(device.owners(e, *of)) for of in asked) * (e.vectors - e.units) > WARP_THREADS:
+            return 0, False
+        units = sum(ceil_div(count, 8) for _, count in asked) * device.tokens
+        rows = WARP_THREADS // (ceil_div(dim, 8) * device.tokens) * device.tokens
+        return min(rows, heads.rows), units <= WARP_THREADS
+
     def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
         """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
@@ -354,8 +397,8 @@ class Stream:
         holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
-        # Where queries arrive in registers, one warp stages this step's row and multiplies it.
-        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo="row" if direct else "")] if takes else []
+        # Where queries arrive in registers, one warp, not always the first, stages this step's row and multiplies it.
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, own=direct)] if takes else []
         return (
             [*queries, *fresh],
             fresh,
@@ -394,6 +437,24 @@ class Stream:
             yield _reading(choice)
             yield tokens
             yield _reading(tokens)  # finish_step() hands them to the next launch
+
+
+def _shown(batches: int) -> list[int]:
+    """Batches of a pass that stand for all: of many the first and the last ones, an even number left out between them."""
+    skipped = max(0, batches - MOST_PASSES) // 2 * 2
+    return [i for i in range(batches) if not 3 <= i < 3 + skipped]
+
+
+def _rows(area: Access, rows: range, columns: int, height: int) -> Iterator[Access]:
+    """The bytes of some rows, where ``height`` of them lie side by side panel by panel; they begin with the first, or are within
+    ``height``."""
+    line, panels = PANEL * 2, ceil_div(columns, PANEL)
+    whole, rest = (0, rows) if rows.start else (len(rows) // height, range(len(rows) % height))
+    if whole:
+        yield replace(area, size=whole * height * panels * line)
+    for panel in range(panels if rest else 0):
+        begin = area.begin + ((whole * panels + panel) * height + rest.start) * line
+        yield replace(area, begin=begin, size=len(rest) * line)
 
 
 def _mapped(gathered: Access) -> Access:

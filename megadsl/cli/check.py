@@ -12,6 +12,7 @@ from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
 EMULATED_BLOCKS = 5
+MORE_BLOCKS = 3  # in the grid where mutants that nobody has noticed are tried again: rings are then deeper than an op's share
 
 
 def command(
@@ -56,7 +57,8 @@ def command(
         few = compile_model(model, **shared, blocks=blocks or EMULATED_BLOCKS)
         schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json)
         if mutants and not schedules:
-            judged.add_kernel(few, range(1, seeds + 1), processes, quiet=as_json)
+            more = compile_model(model, **shared, blocks=few.schedule.blocks + MORE_BLOCKS)
+            judged.add_kernel(few, more, range(1, seeds + 1), processes, quiet=as_json)
     if as_json:
         findings = [{**asdict(found), "span": str(found.span)} for found in report.findings]
         proof = {"findings": findings, "seconds": round(report.seconds, 3), "proved": list(report.proved)}

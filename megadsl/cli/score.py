@@ -25,6 +25,7 @@ class Row:
     name: str
     killed_by: str
     argument: str
+    blocks: int | None = None  # of the grid in which a kernel's was noticed
 
 
 @dataclass
@@ -39,13 +40,14 @@ class Score:
             verdicts = score_plan(plan, on, progress)
         self.rows += [Row(v.name, CHECKER if v.code else "", v.argument) for v in verdicts]
 
-    def add_kernel(self, compiled: Compiled, seeds: Sequence[int], processes: int, *, quiet: bool) -> None:
-        """Every mutant of the emulated kernel, under ``seeds`` until one shows it."""
+    def add_kernel(self, compiled: Compiled, more: Compiled, seeds: Sequence[int], processes: int, *, quiet: bool) -> None:
+        """Every mutant of the emulated kernel, under ``seeds`` until one shows it; ``more``: the same kernel for more blocks, where those
+        that nobody has noticed are tried, too."""
         from megadsl.runtime.mutants import score
 
         with _bar("kernel mutants", quiet=quiet) as progress:
-            verdicts = score(compiled.manifest, compiled.plan, seeds, processes, progress)
-        self.rows += [Row(v.name, v.killed_by, v.argument) for v in verdicts]
+            verdicts = score(compiled.manifest, compiled.plan, seeds, processes, progress, (more.manifest, more.plan))
+        self.rows += [Row(v.name, v.killed_by, v.argument, v.blocks) for v in verdicts]
 
     @property
     def survivors(self) -> list[str]:

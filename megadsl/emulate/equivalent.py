@@ -13,6 +13,7 @@ from pathlib import Path
 from megadsl.check import check_plan
 from megadsl.check.edits import edited
 from megadsl.emulate.abi import Change, Point
+from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import Mutant, Place
 from megadsl.ir.plan import Plan
@@ -31,6 +32,18 @@ class Facts:
     def proved(self) -> bool:
         """Whether the checker finds nothing in the plan."""
         return not check_plan(self.plan).findings
+
+    @cached_property
+    def stages_order_rows(self) -> bool:
+        return copies_wait_for_stages(self.plan, of_the_head=False)
+
+    @cached_property
+    def stages_order_old_rows(self) -> bool:
+        return copies_wait_for_stages(self.plan, of_the_head=True)
+
+    @cached_property
+    def rows_rest_a_step(self) -> bool:
+        return not copied_elsewhere_at_once(self.plan)
 
     def passes(self, function: str) -> bool:
         """Whether any launch synchronised within a function of the headers, by its bare name."""
@@ -104,6 +117,25 @@ def _proved_without_idle(place: Place, facts: Facts) -> bool:
     return frame.line == last and facts.proved_without("attention", place.op, "idle")
 
 
+def _stages_order_rows(place: Place, facts: Facts) -> bool:
+    return facts.proved and facts.stages_order_rows
+
+
+def _stages_order_old_rows(place: Place, facts: Facts) -> bool:
+    return facts.proved and facts.stages_order_old_rows and facts.rows_rest_a_step
+
+
+def _released_again(place: Place, facts: Facts) -> bool:
+    """Of the two fences there, the one that is not the proxies'."""
+    return "fence_acq_rel" in place.text and facts.proved and facts.rows_rest_a_step and facts.passes("acquire_rows")
+
+
+_BETWEEN_STEPS = (
+    (Point.ACQUIRE, Change.RELAX, "Tape::pass_gate"),
+    (Point.RELEASE, Change.RELAX, "acquire_rows"),
+    (Point.WARP_BARRIER, Change.DROP, "acquire_rows"),
+)
+
 EQUIVALENT = (
     Equivalent(
         Point.PHASE,
@@ -162,6 +194,33 @@ EQUIVALENT = (
         "run_heads",
         "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
         _proved_without_idle,
+    ),
+    *(
+        Equivalent(
+            *of,
+            "the ring has no more stages than a step streams before its first cached row: so each copy of cached rows fills one that all"
+            " warps of the block let go of behind acquire_rows of the same step, and is ordered by that",
+            _stages_order_rows,
+        )
+        for of in _BETWEEN_STEPS
+    ),
+    *(
+        Equivalent(
+            *of,
+            "no block copies what another has appended in the step just before (worked out for every length of the cache), and the ring has"
+            " no more stages than are streamed from the head on before the next cached row: so each copy fills a stage that all warps let"
+            " go of behind release_rows and acquire_rows of the step before, and is ordered by that",
+            _stages_order_old_rows,
+        )
+        for of in _BETWEEN_STEPS
+    ),
+    Equivalent(
+        Point.FENCE,
+        Change.DROP,
+        "release_rows",
+        "no block copies what another has appended in the step just before (worked out for every length of the cache): the fence of"
+        " acquire_rows, a step later, releases these rows too, before the winner that the copying block takes",
+        _released_again,
     ),
 )
 

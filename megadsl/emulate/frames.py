@@ -35,8 +35,17 @@ def frames_at(library: Path, addresses: Sequence[int]) -> dict[int, tuple[Frame,
 
     The call is the byte before a return address.
     """
-    if not addresses:
-        return {}
+    known = _known.setdefault(library, {})
+    fresh = [address for address in addresses if address not in known]
+    if fresh:
+        known |= _asked(library, fresh)
+    return {address: known[address] for address in addresses}
+
+
+_known: dict[Path, dict[int, tuple[Frame, ...]]] = {}  # libraries lie in the cache by their contents, and never change
+
+
+def _asked(library: Path, addresses: Sequence[int]) -> dict[int, tuple[Frame, ...]]:
     tool = shutil.which("addr2line")
     if tool is None:
         raise error(NO_ADDR2LINE)

@@ -134,10 +134,12 @@ def places(records: Iterable[PointRecord], library: Path, text: str, headers: Pa
 
 
 def mutants(of: Iterable[Place], step_limit: int) -> tuple[Mutant, ...]:
-    """Every change at every place. A wait for an mbarrier is dropped once: where it polls."""
+    """Every change at every place. A wait for an mbarrier is dropped once: where it polls. Words in shared memory are accessed at the
+    scope of the block as they are."""
     return tuple(
         Mutant(place, change, step_limit)
         for place in of
         if not (place.kind is Point.WAIT and place.within("wait_barrier"))
         for change in CHANGES[place.kind]
+        if not (change is Change.NARROW and "_shared_" in place.text)
     )

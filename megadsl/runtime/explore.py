@@ -12,12 +12,14 @@ from megadsl.build.host import DETECT
 from megadsl.emulate import LaunchReport
 from megadsl.emulate.abi import Policy
 from megadsl.emulate.explore import Run
+from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.runtime.control import ADVANCE
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import WeightSource, random_weights
 
 WEIGHTS_SEED = 3
+STEPS = 4  # of the last launch: all that a cached row and its copies in another block need, see Subject
 
 
 class WrongResult(Exception):
@@ -59,9 +61,9 @@ class Subject:
     ``manifest`` and ``source`` are the compiler's, for a few blocks. Weights are random, but for the last row of the embedding:
     all ones, the bits that an exchange may take for an empty slot. Cached rows are random. Launches: an empty cache; a cache of
     several chunks; fewer tokens than the kernel takes, so that some rows are zeros; a launch that prepares the next one itself,
-    and that one; the row of all ones; where the kernel can, five steps whose rows fill a chunk and begin the next, so that
-    another block then copies what one has appended. Calling it builds the kernel with
-    the race detector and gives a Run for :func:`megadsl.emulate.explore.explore`.
+    and that one; the row of all ones; where the kernel can, four steps whose rows fill a chunk and begin the next, so that
+    another block then copies what one has appended: of several tokens in the first step, and another block copies in the second, of one
+    in the third. Calling it builds the kernel with the race detector and gives a Run for :func:`megadsl.emulate.explore.explore`.
     """
 
     manifest: dict[str, Any]
@@ -98,6 +100,7 @@ class Subject:
         full = max(0, min(37, rows - 4 * tokens))
         fewer = max(1, tokens - 1)
         after = full + tokens + fewer
+        border = CHUNK_ROWS - 1 if tokens == 1 else CHUNK_ROWS + 1 - tokens
         return [
             Inputs(0, some(tokens)),
             Inputs(full, some(tokens)),
@@ -105,26 +108,34 @@ class Subject:
             Inputs(after, some(tokens), ADVANCE),
             None,
             Inputs(after + tokens, (vocab - 1,)),
-            *([Inputs(max(0, min(14, rows - tokens - 4)), some(tokens), steps=5)] if self.manifest["several_steps"] else []),
+            *([Inputs(max(0, min(border, rows - tokens - STEPS)), some(tokens), steps=STEPS)] if self.manifest["several_steps"] else []),
         ]
 
     def launches(self, program: Program) -> Iterator[tuple[Outcome, LaunchReport]]:
         """Run the launches of :meth:`inputs`, each on outputs that were poisoned before."""
+        self.begin(program)
+        for inputs in self.inputs():
+            yield self.launch(program, inputs)
+
+    def begin(self, program: Program) -> None:
+        """What the first launch finds: a fresh program whose cached rows are random."""
         program.reset()
         if program.kv is not None:
             random = torch.Generator().manual_seed(WEIGHTS_SEED)
             cache = program.buffers["kv"].view(torch.bfloat16)
             cache.copy_(torch.randn(cache.shape, generator=random))
-        for inputs in self.inputs():
-            if inputs is not None:
-                count = len(inputs.ids)
-                positions = range(inputs.kv_len, inputs.kv_len + count)
-                program.control.set_inputs(inputs.kv_len, inputs.ids, positions, [(2 << i) - 1 for i in range(count)], inputs.flags)
-                program.set_steps(inputs.steps)
-            program.logits.fill_(float("nan"))
-            program.launch()
-            assert program.report is not None
-            yield Outcome(program.logits.clone(), program.buffers["kv"].clone(), program.control.words.clone()), program.report
+
+    def launch(self, program: Program, inputs: Inputs | None) -> tuple[Outcome, LaunchReport]:
+        """One of the launches, behind those before it."""
+        if inputs is not None:
+            count = len(inputs.ids)
+            positions = range(inputs.kv_len, inputs.kv_len + count)
+            program.control.set_inputs(inputs.kv_len, inputs.ids, positions, [(2 << i) - 1 for i in range(count)], inputs.flags)
+            program.set_steps(inputs.steps)
+        program.logits.fill_(float("nan"))
+        program.launch()
+        assert program.report is not None
+        return Outcome(program.logits.clone(), program.buffers["kv"].clone(), program.control.words.clone()), program.report
 
 
 class _Spiked(WeightSource):

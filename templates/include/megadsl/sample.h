@@ -83,7 +83,6 @@ MK_DEV bool take_token(const B& block, u32 site, const Round& round, Step& step,
         return pending == 0;
       });
     }
-    ptx::syncwarp();
 #pragma unroll
     for (u32 mask = kWarpSize / 2; mask != 0; mask /= 2) {
       const float v = ptx::shfl_xor(best.value, mask);
