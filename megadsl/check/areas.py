@@ -88,7 +88,8 @@ class Stream:
 
     def _next(self, step: Step, turn: int, write: bool) -> Access:
         """The token that a step has chosen, and whether there is another: written by the block's first warp."""
-        return Access("progress", self.device.records["step"][9] + 12, 8, write, step, ("next", turn), solo=self._one(True) if write else "")
+        begin, solo = self.device.records["step"][9] + 12, self._one(True) if write else ""
+        return Access("progress", begin, 8, write, step, ("next", turn), solo=solo)
 
     def owned(self, groups: int, offset: int) -> int:
         shares = self.device.shares(groups, offset)
@@ -408,7 +409,7 @@ class Stream:
     def _merge(self, step: Step) -> Iterator[Event]:
         heads = self.device.heads(step.instr.op)
         groups = self.owned(heads.merge_groups, heads.merge_offset)
-        solo = self._one(groups * self.device.tokens * int(step.instr.args["lanes"]) <= WARP_THREADS)
+        solo = self._one(groups * self.device.tokens * int(str(step.instr.args["lanes"])) <= WARP_THREADS)
         yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
 

@@ -193,8 +193,8 @@ EQUIVALENT = (
         Equivalent(
             f"barrier {name!r} dropped",
             f"{call} of",
-            "no two accesses to the same bytes are kept apart by it alone, in every kind of block: the finisher and the others meet again before"
-            " either touches what the other still uses. It spares the polls beside a publication",
+            "no two accesses to the same bytes are kept apart by it alone, in every kind of block: the finisher and the others meet again"
+            " before either touches what the other still uses. It spares polls beside a publication",
             _kept_apart,
         )
         for name, call in (("input", "matrix"), ("input", "attention"), ("merge", "attention"))

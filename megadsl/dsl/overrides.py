@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from megadsl.ir.schedule import Sync
 from megadsl.source import Span
@@ -113,7 +113,15 @@ class SetSync:
     span: Span = dataclasses.field(compare=False)
 
 
-Override: TypeAlias = SetCount | SetScope | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+Override: TypeAlias = (
+    SetCount | SetScope | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+)  # fmt: skip
+# Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
+_OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
+    SetScope: ("scope", "scope"),
+    SetRegisters: ("block_registers", "registers"),
+    SetFinish: ("finish", "finish"),
+}
 
 
 @dataclass(frozen=True)
@@ -153,12 +161,9 @@ def decided(record: Override) -> Iterator[Decision]:
     match record:
         case SetCount():
             yield Decision(SetCount, (), record.field, record.value, record.span)
-        case SetScope():
-            yield Decision(SetScope, (), "scope", record.scope, record.span)
-        case SetFinish():
-            yield Decision(SetFinish, (), "finish", record.finish, record.span)
-        case SetRegisters():
-            yield Decision(SetRegisters, (), "block_registers", record.registers, record.span)
+        case SetScope() | SetRegisters() | SetFinish():
+            name, attribute = _OF_THE_KERNEL[type(record)]
+            yield Decision(type(record), (), name, getattr(record, attribute), record.span)
         case SetRole():
             yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
         case SetRing():
@@ -181,12 +186,9 @@ def recorded(decision: Decision) -> Override:
     match decision.record:
         case kind if kind is SetCount:
             return SetCount(decision.field, value, span)
-        case kind if kind is SetScope:
-            return SetScope(value, span)
-        case kind if kind is SetRegisters:
-            return SetRegisters(value, span)
-        case kind if kind is SetFinish:
-            return SetFinish(value, span)
+        case kind if kind in _OF_THE_KERNEL:
+            made: Any = kind
+            return cast(Override, made(value, span))
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:

@@ -14,9 +14,9 @@ from megadsl.dsl.overrides import (
     Override,
     Overrides,
     SetCount,
+    SetFinish,
     SetLoader,
     SetPrefetch,
-    SetFinish,
     SetRegisters,
     SetRing,
     SetRole,
@@ -119,7 +119,7 @@ class ScheduleBlock:
         self.record(SetRegisters(which, span))
 
     def finish(self, who: str) -> None:
-        """Who adds the partial sums of a block's warps, and publishes: "block", those warps; "warp", one more warp that does nothing else, so
+        """Who adds the partial sums of a block's warps, and publishes: "block", those warps; "warp", one more that does nothing else, so
         that they go on to the next op meanwhile. For few tokens. Bit-identical."""
         span = caller_span()
         self.choice("finish", who, FINISHES, span)

@@ -11,8 +11,8 @@ from megadsl.expr import to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
-from megadsl.lower.finish import side
 from megadsl.lower.exchanges import is_local
+from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.heads import few_rows
 from megadsl.lower.launches import launches

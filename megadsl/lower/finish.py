@@ -1,8 +1,8 @@
 """Who adds the partial sums of a block's warps, applies the epilogue and publishes.
 
-By the block: its warps meet behind their products, and the first ones add. By a warp of its own, the finisher: it adds and publishes while the
-others are on their way to the next op, whose addresses and held tiles then cost no time; they meet it before they poll. The finisher also
-merges splits, takes the next token, and gathers residual rows.
+By the block: its warps meet behind their products, and the first ones add. By a warp of its own, the finisher: it adds and publishes while
+the others are on their way to the next op, whose addresses and held tiles then cost no time; they meet it before they poll. The finisher
+also merges splits, takes the next token, and gathers residual rows.
 """
 
 from __future__ import annotations

@@ -68,33 +68,6 @@ struct Block {
   MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }
 };
 
-// The warp that finishes what a block's other consumer warps have multiplied: it adds their partial sums, and publishes. They go on to the
-// next op meanwhile, as far as they can before its input is there. A team of one warp, for whatever teams do.
-template <class Multiplying>
-struct Finisher {
-  static constexpr u32 kTokens = Multiplying::kTokens;
-  static constexpr u32 kWarps = Multiplying::kWarps;  // that leave partial sums
-  static constexpr u32 kThreads = kWarpSize;
-
-  const Context& cx;
-  const Buffers& buffers;
-  smem_ptr<char> smem;
-  u32 thread;
-
-  MK_DEV Finisher(const Context& context, const Buffers& b) : cx(context), buffers(b), smem(ptx::smem_base()), thread(ptx::lane_id()) {}
-
-  MK_DEV u32 warp() const { return 0; }
-  MK_DEV u32 lane() const { return thread; }
-  MK_DEV void sync() const { ptx::syncwarp(); }
-  MK_DEV void meet() const {
-    chaos(cx, Place::kBarrier, 0, 0);
-    ptx::bar_sync(Multiplying::kMeeting, Multiplying::kThreads + kWarpSize);
-  }
-
-  template <class T>
-  MK_DEV smem_ptr<T> at(i32 offset) const { return smem.template at<T>(u32(offset)); }
-};
-
 // Begins an op: what the compiler could derive from the thread's and block's numbers is derived anew in each op. Kept over
 // the whole layer loop instead, as invariants, those values would cost more registers than there are.
 template <class B>

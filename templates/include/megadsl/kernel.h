@@ -4,6 +4,7 @@
 #include "megadsl/direct.h"
 #include "megadsl/embed.h"
 #include "megadsl/few_rows.h"
+#include "megadsl/finish.h"
 #include "megadsl/halves.h"
 #include "megadsl/head_maps.h"
 #include "megadsl/heads.h"

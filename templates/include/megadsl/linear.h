@@ -465,25 +465,6 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   if constexpr (B::kFinishes) trace(block.cx, Event::kEnd, site);
 }
 
-// What the finisher does while the others are in run_tiles or multiply_direct: it meets them before they bring an input, and behind each batch,
-// whose sums it hands to `finish` as run_tiles does.
-template <u32 kBatch, class G, class B, class Finish>
-MK_DEV void finish_tiles(const B& block, const LinearShape& s, const SmemShape& smem, Finish finish) {
-  const RowGroups own = own_groups(block.cx, s);
-  u32 turn = 0;
-  for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
-    for_each_pass(G::kGroups, G::kChunks, groups, [&](u32 begin, u32 end, u32 chunk) {
-      block.meet();
-      for_each_pass(kBatch, 1, RowGroups{begin, end}, [&](u32 first, u32 last, u32) {
-        block.meet();
-        const ChunkSums chunks = {block.template at<float>(smem.sums) + (first - begin) * B::kTokens * kGroupRows, chunk == 0, chunk + 1 == G::kChunks};
-        finish(partials_of<kBatch>(block, smem, turn), part * u32(s.groups) + first - own.begin, last - first, chunks);
-        turn ^= 1;
-      });
-    });
-  });
-}
-
 // Row groups of a matrix, `first` and on from the block's first, `begin`. `factor(token)` is asked for once, into `scale`, for no thread has a
 // group in a later batch, but none in the first.
 template <u32 kBatch, class G, class B, class Factor, class Epilogue>
@@ -508,16 +489,6 @@ MK_DEV void run_matrix(const B& block, R& reader, u32 site, const LinearShape& s
     finish_groups<kBatch, G>(block, partials, begin, first, count, chunks, [&](u32 token) { return scale.factor(token); }, factor, epilogue);
   };
   run_tiles<kBatch, G, kMeets>(block, reader, site, s, smem, gather, settle, finish, held);
-}
-
-// The finisher's side of it; `factor` as RowScale's.
-template <u32 kBatch, class G, class B, class Factor, class Epilogue>
-MK_DEV void finish_matrix(const B& block, const LinearShape& s, const SmemShape& smem, Factor factor, Epilogue epilogue) {
-  const u32 begin = own_groups(block.cx, s).begin;
-  float scale = 1.0f;
-  finish_tiles<kBatch, G>(block, s, smem, [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
-    finish_groups<kBatch, G>(block, partials, begin, first, count, chunks, factor, scale, epilogue);
-  });
 }
 
 }  // namespace mk
