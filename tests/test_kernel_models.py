@@ -9,6 +9,7 @@ import torch
 
 import megadsl as mk
 from megadsl.driver import Compiled
+from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear
 from megadsl.lower.memory import chunk_pieces, pass_groups
@@ -16,7 +17,7 @@ from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import FACTOR, SLACK, attention_of, check, compiled, config, distance, weights_for
+from tests.kernels import FACTOR, SLACK, Bench, Step, attention_of, bits, check, compiled, config, distance, weights_for
 from tests.schedules import everywhere
 
 # Cached rows around the 16 of a chunk.
@@ -75,6 +76,27 @@ def test_models(model: str, tokens: int, blocks: int) -> None:
 def test_heads_and_vocabularies(blocks: int, fields: dict[str, Any]) -> None:
     made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=few_stages)
     check(made, sizes(2), seeds=(3,))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "fields"),
+    [
+        ("llama-tiny-wide", 1, {"rotary_dim": 64}),
+        ("llama-tiny-interleaved", 2, {"rotary_dim": 32}),
+        ("qwen3-tiny", 2, {"rotary_dim": 64}),  # behind a map over each head
+        ("qwen3-tiny", 1, {"rotary_dim": 96, "head_dim": 128}),
+    ],
+)
+def test_heads_that_are_rotated_in_part(model: str, tokens: int, fields: dict[str, Any]) -> None:
+    """Features behind the rotated ones do not depend on the position."""
+    made = compiled(model, tokens=tokens, blocks=3, fields=load(model)[1] | fields, max_kv=9216)
+    check(made, [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
+    bench, ids = Bench(made), (3, 77)[:tokens]
+    near, far = (bench.run(Step(ids, 20, 5, tuple(range(first, first + tokens)))) for first in (20, 9000))
+    (k, v), (far_k, far_v) = near.rows[0], far.rows[0]  # what enters the first layer knows no positions
+    rotary = fields["rotary_dim"]
+    assert bits(k[..., rotary:]).equal(bits(far_k[..., rotary:])) and bits(v).equal(bits(far_v))
+    assert distance(k[..., :rotary], far_k[..., :rotary]) > 0.1
 
 
 def test_more_units_than_blocks() -> None:

@@ -11,7 +11,7 @@ from megadsl import resources
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import kernel_in, models, read_json
-from megadsl.ops.rope import HEAD_DIMS, SCALINGS, UNSCALED, rope_scaling
+from megadsl.ops.rope import HEAD_DIMS, ROTARY_UNIT, SCALINGS, UNSCALED, rope_scaling
 from megadsl.source import Span
 
 ARCHITECTURE = declare(
@@ -25,7 +25,8 @@ FIELD = declare(
 )
 WINDOW = declare(
     "MK473",
-    "config.json: sliding_window = {window}; attention over a window is missing, and a context of {rows} tokens is longer than the window",
+    "config.json: {key}: some layers see a window of {window} tokens and some see all, which is missing, and a context of {rows} tokens"
+    " is longer than the window",
     "ask for a context of at most {window} tokens: --max-kv {window}",
 )
 
@@ -33,6 +34,8 @@ CONFIG = "config.json"
 LARGE_HIDDEN = 2048  # from this hidden size on, the schedule for large shapes is faster (docs/performance.md)
 
 QKV, OUT, MLP = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj")
+FUSED_MLP: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
+FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": QKV, **FUSED_MLP}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Architecture:
 
     ``spec``: a file in models/; ``kernel`` and ``large``: its kernels for small and large shapes. ``defaults``: values of keys that its
     config.json may lack. ``biases``: the projections that have one if a key of config.json is true; under "" those that always have.
-    ``windows``: it may attend over a sliding window.
+    ``windows``: it may attend over a sliding window. ``rotated``: the part of a head that is rotated where config.json does not say; None
+    where it is always whole. ``style``: of the rotation. ``fused``: tensors of the files that are several of the spec's weights, stacked.
     """
 
     spec: str
@@ -50,6 +54,9 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     windows: bool = False
+    rotated: float | None = None
+    style: str = "half"
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # One entry for each architecture, under the name that config.json gives it.
@@ -68,6 +75,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
         {"attention_bias": (*QKV, *OUT)},
         True,
+    ),
+    "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows=True, rotated=1.0, fused=FUSED),
+    "GlmForCausalLM": Architecture(
+        "llama.py",
+        "decode_step",
+        "large",
+        {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+        {"attention_bias": QKV},
+        rotated=0.5,
+        style="interleaved",
+        fused=FUSED_MLP,
     ),
 }
 
@@ -96,12 +114,13 @@ def load_checkpoint(folder: Path, max_kv: int | None, config: Path | None = None
         reader = _Reader(raw, path, found)
         known = reader.architecture()
         values = reader.values(known)
-        window = reader.window(known)
-        if window is not None and max_kv is not None and max_kv > window:
-            found.add(WINDOW, reader.span("sliding_window"), window=window, rows=max_kv)
+        window, key = reader.window(known)
+        if window is not None and key is not None and max_kv is not None and max_kv > window:
+            found.add(WINDOW, reader.span(key), window=window, rows=max_kv, key=key)
     assert known is not None, "an architecture that is not known is a finding"
     kernel = known.large if values["hidden_size"] >= LARGE_HIDDEN else known.kernel
-    rows = [n for n in (window, raw.get("max_position_embeddings")) if isinstance(n, int) and n > 0]
+    values["sliding_window"] = window if key is None else None
+    rows = [n for n in (window if key else None, raw.get("max_position_embeddings")) if isinstance(n, int) and n > 0]
     return kernel_in(resources.models() / known.spec, kernel), values, min(rows, default=None)
 
 
@@ -120,6 +139,35 @@ def rope_fields(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None
     return theta, None if kind in UNSCALED else {"rope_type": kind, **scaling}
 
 
+def architecture_of(raw: Mapping[str, Any]) -> Architecture | None:
+    """The architecture that a config.json names, None when it is not known."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    return ARCHITECTURES.get(name) if isinstance(name, str) else None
+
+
+def rotated_part(raw: Mapping[str, Any]) -> Any:
+    """The part of each head that the checkpoint of a config.json rotates, 1.0 for whole heads."""
+    known, rope = architecture_of(raw), raw.get("rope_parameters") or raw.get("rope_scaling")
+    default = known.rotated if known is not None and known.rotated is not None else 1.0
+    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return raw.get("partial_rotary_factor", default) if inner is None else inner
+
+
+def stacked_rows(raw: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Of each stacked projection in the files of a checkpoint, by name, the rows of the spec's projections in it, in order."""
+    known = architecture_of(raw)
+    if known is None or not known.fused:
+        return {}
+    got = {**known.defaults, **raw}
+    heads, hidden, inter = (got.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size"))
+    if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(inter, int) and heads > 0):
+        return {}  # config.json is refused for that elsewhere
+    dim, kv_heads = got.get("head_dim") or hidden // heads, got.get("num_key_value_heads") or heads
+    rows = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim, "gate_proj": inter, "up_proj": inter}
+    return {stacked: {name: rows[name] for name in names} for stacked, names in known.fused.items()}
+
+
 class _Reader:
     """Reads one config.json and collects what is wrong, each finding at its key's line."""
 
@@ -134,10 +182,10 @@ class _Reader:
         return Span(str(self._path), next((i for i, line in enumerate(self._lines, 1) if f'"{key}"' in line), 1))
 
     def architecture(self) -> Architecture | None:
-        names = self._raw.get("architectures")
-        name = names[0] if isinstance(names, list) and len(names) == 1 else names
-        known = ARCHITECTURES.get(name) if isinstance(name, str) else None
+        known = architecture_of(self._raw)
         if known is None:
+            names = self._raw.get("architectures")
+            name = names[0] if isinstance(names, list) and len(names) == 1 else names
             self._found.add(ARCHITECTURE, self.span("architectures"), value=repr(name), known=", ".join(ARCHITECTURES))
         return known
 
@@ -146,7 +194,7 @@ class _Reader:
         defaults = {**_DEFAULTS, **(known.defaults if known else {})}
         got = {**defaults, **self._raw}
         self._options(got)
-        theta, scaling = self._rope()
+        theta, scaling = self._rope(known)
         if known is None:
             return {}
         sizes = {key: self._size(key, got.get(key)) for key in _SIZES}
@@ -162,21 +210,27 @@ class _Reader:
             "rms_norm_eps": self._number("rms_norm_eps", got["rms_norm_eps"]),
             "rope_theta": self._number("rope_theta", theta),
             "rope_scaling": scaling,
+            "rope_style": known.style,
+            "rotary_dim": self._rotary(head_dim),
             "tie_word_embeddings": bool(got["tie_word_embeddings"]),
             "activation": ACTIVATIONS.get(got["hidden_act"], "silu"),
             "biases": [name for key, names in known.biases.items() if not key or got.get(key) for name in names],
         }
 
-    def window(self, known: Architecture | None) -> int | None:
-        """Tokens that a token sees of the past, itself included; None for all."""
+    def window(self, known: Architecture | None) -> tuple[int | None, str | None]:
+        """Tokens that a token sees, itself included (None for all), and the key that says that some layers see all the same."""
         if known is None or not known.windows:
-            return None
+            return None, None
         got = {**known.defaults, **self._raw}
         if not got.get("use_sliding_window", True) or got.get("sliding_window") is None:
-            return None
+            return None, None
         types, first, layers = got.get("layer_types"), got.get("max_window_layers", 0), got.get("num_hidden_layers")
-        slides = "sliding_attention" in types if types else not (isinstance(first, int) and isinstance(layers, int)) or first < layers
-        return self._size("sliding_window", got["sliding_window"]) if slides else None
+        if types:
+            slides, mixed = "sliding_attention" in types, "layer_types" if "full_attention" in types else None
+        else:
+            slides = not (isinstance(first, int) and isinstance(layers, int)) or first < layers
+            mixed = "max_window_layers" if first else None
+        return (self._size("sliding_window", got["sliding_window"]), mixed) if slides else (None, None)
 
     def _options(self, got: Mapping[str, Any]) -> None:
         """What would change the results and is not there."""
@@ -191,14 +245,13 @@ class _Reader:
         if other := sorted({str(t) for t in types} - set(_LAYER_TYPES)) if isinstance(types, list) else []:
             self._refuse("layer_types", other, "layers of this kind are missing", f"give a checkpoint whose layers are {_LAYER_TYPES[0]}")
 
-    def _rope(self) -> tuple[float, Mapping[str, Any] | None]:
+    def _rope(self, known: Architecture | None) -> tuple[float, Mapping[str, Any] | None]:
         theta, scaling = rope_fields(self._raw)
         key = "rope_parameters" if self._raw.get("rope_parameters") else "rope_scaling"
-        for source in (self._raw, scaling or {}):
-            factor = source.get("partial_rotary_factor", 1.0)
-            if factor != 1.0:
-                missing = "heads that are rotated in part are missing"
-                self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint that rotates whole heads")
+        factor = rotated_part(self._raw)
+        if known is not None and known.rotated is None and factor != 1.0:
+            missing = "this architecture rotates whole heads"
+            self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint without it, or set it to 1.0")
         if scaling is None:
             return theta, None
         if scaling["rope_type"] not in SCALINGS:
@@ -209,6 +262,16 @@ class _Reader:
             self._refuse(f"{key}.rope_type", scaling["rope_type"], missing, mend, line=key)
             return theta, None
         return theta, scaling if rope_scaling(scaling, self._found, self.span(key)) else None
+
+    def _rotary(self, head_dim: int) -> int:
+        """Features of a head that are rotated."""
+        factor = rotated_part(self._raw)
+        rotary = int(head_dim * factor) if isinstance(factor, int | float) else 0
+        if not 0 < rotary <= head_dim or rotary % ROTARY_UNIT:
+            missing = f"of {head_dim} features a multiple of {ROTARY_UNIT} is rotated"
+            self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint that rotates so many features of a head")
+            return head_dim
+        return rotary
 
     def _refuse(self, key: str, value: object, missing: str, mend: str, line: str = "") -> None:
         self._found.add(OPTION, self.span(line or key), key=key, value=repr(value), missing=missing, mend=mend)

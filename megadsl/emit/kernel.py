@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megadsl.expr import to_cuda, to_text
+from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
@@ -18,7 +18,7 @@ from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
-from megadsl.lower.shape import begin_name, ident
+from megadsl.lower.shape import LOG2_E, begin_name, ident
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
@@ -84,12 +84,15 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "score_type": lambda op: f"{_camel(op)}Score",
+        "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
+        "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
         "few_rows": lambda op: op.heads // op.kv_heads * plan.tunables.tokens <= FEW_ROWS,
         "head_vectors": head_vectors,
         "head_vector_name": head_vector_name,
         "head_value": _head_value,
         "head_cuda": _head_cuda,
-        "paired": lambda op: "true" if op.rope is not None and op.rope.style == "half" else "false",
+        "paired": lambda op: op.rope.paired if op.rope is not None else 0,
         "reductions": reductions,
         "dict": dict,
         "poll_type": _poll_type,

@@ -143,7 +143,8 @@ class _Fuser:
         for node in self.spec.nodes:
             if node.op != "rope":
                 continue
-            rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"], node.attrs.get("scaling"))
+            attrs = node.attrs
+            rope = Rope(attrs["head_dim"], attrs["theta"], attrs["style"], attrs.get("scaling"), attrs.get("rotary_dim", 0))
             for source, out in zip(node.inputs, node.outputs, strict=True):
                 found[out] = rope
                 if self._rows(self._base(source)) is None:
@@ -385,6 +386,8 @@ class _Fuser:
             span=node.span,
             q_map=self._head_map(maps["q"]),
             k_map=self._head_map(maps["k"]),
+            window=node.attrs.get("window"),
+            softcap=node.attrs.get("softcap"),
         )
 
     def _head_map(self, node: Node | None) -> Fused | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megadsl.diagnostics import MegadslError, collecting
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
-from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
@@ -61,9 +61,18 @@ class Lowering:
 
 def _fuse(state: Lowering) -> None:
     infer(state.spec)
-    state.graph = fuse(state.spec)
+    state.graph = _whole_windows(fuse(state.spec), state.max_kv)
     verify_graph(state.graph)
     check_graph(state.graph)
+
+
+def _whole_windows(graph: Graph, max_kv: int) -> Graph:
+    """A window that holds all of the cache is none: such a kernel need not look where it begins."""
+
+    def whole(op: Op) -> Op:
+        return replace(op, window=None) if isinstance(op, Attention) and op.window is not None and op.window >= max_kv else op
+
+    return replace(graph, ops=tuple(whole(op) for op in graph.ops))
 
 
 def _schedule(state: Lowering) -> None:

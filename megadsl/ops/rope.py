@@ -22,6 +22,12 @@ ROPE_FEATURES = declare(
 HEAD_DIM = declare("MK120", "{name}: head_dim {head_dim} is not supported", "use a head dimension of 64 or 128")
 SCALING_KIND = declare("MK252", "rope: unknown scaling {scaling}", "use a rope_type of these, or none: {known}")
 SCALING_FIELD = declare("MK253", "rope: scaling {kind!r} needs {field}, a number above 0, and has {value}", "give {field} in scaling=")
+ROTARY_DIM = declare(
+    "MK255",
+    "rope: rotary_dim = {rotary_dim!r} of heads of {head_dim} features",
+    "rotate a multiple of {unit} of them, at most {head_dim}",
+)
+ROTARY_UNIT = 8  # features of a head that a lane maps and rotates together
 STYLES = ("half", "interleaved")
 HEAD_DIMS = (64, 128)
 
@@ -76,6 +82,9 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
     head_dim = node.attrs["head_dim"]
     if node.attrs["style"] not in STYLES:
         found.add(ROPE_STYLE, node.span, style=node.attrs["style"])
+    rotary = node.attrs.get("rotary_dim", head_dim)
+    if not isinstance(rotary, int) or isinstance(rotary, bool) or not 0 < rotary <= head_dim or rotary % ROTARY_UNIT:
+        found.add(ROTARY_DIM, node.span, rotary_dim=rotary, head_dim=head_dim, unit=ROTARY_UNIT)
     if check_head_dim(node, head_dim, found):
         for t in inputs:
             if len(t.shape) != 2 or t.shape[1] % head_dim:

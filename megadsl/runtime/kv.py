@@ -33,7 +33,7 @@ class KvCache:
         shape = (manifest["layers"], self.kv_heads, chunks, 2, part)
         self._chunks = arena.view(torch.bfloat16).as_strided(shape, strides)
         rope = manifest["rope"]
-        self._paired = rope is not None and rope["style"] == "half"
+        self._paired = 0 if rope is None else rope_of(rope).paired
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int = 0) -> None:
         """Put k and v, each (kv_heads, n, head_dim), at rows [start, start + n). K is rotated already, features in model order."""
@@ -52,7 +52,7 @@ class KvCache:
     def _order(self, k: torch.Tensor, inverse: bool) -> torch.Tensor:
         if not self._paired:
             return k
-        return k[..., pair_order(self.head_dim, self.head_dim, inverse).to(k.device)]
+        return k[..., pair_order(self.head_dim, self.head_dim, inverse, self._paired).to(k.device)]
 
     def _views(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Chunks [begin, end) as k (heads, chunk, half, row, dim/32, 32) and v (heads, chunk, half, q, e, pair, jj, g)."""
@@ -75,10 +75,14 @@ class KvCache:
 def rope_of(record: Mapping[str, Any]) -> Rope:
     """The rotation in a manifest."""
     scaling = record["scaling"]
-    return Rope(record["head_dim"], record["theta"], record["style"], None if scaling is None else RopeScaling(**scaling))
+    scaled = None if scaling is None else RopeScaling(**scaling)
+    return Rope(record["head_dim"], record["theta"], record["style"], scaled, record["rotary_dim"])
 
 
 def rope_table(rope: Rope, rows: int) -> torch.Tensor:
-    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64."""
-    angle = torch.arange(rows, dtype=torch.float64)[:, None] * torch.tensor(rope.frequencies, dtype=torch.float64)
+    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64. Pairs that are not
+    rotated have the angle 0, so that the kernel knows of whole heads only."""
+    frequencies = torch.zeros(rope.head_dim // 2, dtype=torch.float64)
+    frequencies[: rope.rotary_dim // 2] = torch.tensor(rope.frequencies, dtype=torch.float64)
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequencies
     return torch.stack((angle.cos(), angle.sin()), -1).to(torch.float32)

@@ -9,6 +9,7 @@
 // of the chunk they go to, so the append needs no fence against the bulk copy.
 #pragma once
 #include "megadsl/block.h"
+#include "megadsl/window.h"
 
 namespace mk {
 
@@ -29,8 +30,11 @@ struct AttentionShape {
   i32 max_rows;      // capacity of the cache
 };
 
-template <u32 kHeadDim_, class B>
+// kWindow: how many rows a token sees, its own included; 0 for all.
+template <u32 kHeadDim_, class B, u32 kWindow_ = 0, class Score_ = PlainScore>
 struct AttentionTiling {
+  using Score = Score_;
+  static constexpr u32 kWindow = kWindow_;
   static constexpr u32 kHeadDim = kHeadDim_;
   static constexpr u32 kPanels = kHeadDim / kPanel;
   static constexpr u32 kChunkBytes = kChunkRows * kHeadDim * 2 * 2;
@@ -48,11 +52,13 @@ struct Unit {
 };
 
 // Splits differ by one chunk at most, this step's rows counted as one; the last one has the last of the older chunks in any case,
-// for that is where its rows go. Loader and consumers call it alike.
-MK_DEV Unit attention_unit(u32 splits, u32 unit, u32 kv_len) {
-  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows), last = max_u32(chunks, 1) - 1;
+// for that is where its rows go. With a window the chunks are those that the step's first token sees. Loader and consumers call it alike.
+MK_DEV Unit attention_unit(u32 splits, u32 unit, u32 kv_len, u32 window = 0) {
+  const u32 skipped = window == 0 ? 0 : window_begin(kv_len, window, 1) / kChunkRows;
+  const u32 head = unit / splits, split = unit % splits, chunks = ceil_div(kv_len, kChunkRows) - skipped, last = max_u32(chunks, 1) - 1;
   const bool fresh = split + 1 == splits;
-  return {head, split, min_u32((chunks + 1) * split / splits, last), fresh ? chunks : min_u32((chunks + 1) * (split + 1) / splits, last), fresh};
+  return {head, split, skipped + min_u32((chunks + 1) * split / splits, last),
+          skipped + (fresh ? chunks : min_u32((chunks + 1) * (split + 1) / splits, last)), fresh};
 }
 
 MK_DEV char* cache_chunk(const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 chunk, u32 chunk_bytes) {
@@ -156,7 +162,7 @@ struct Softmax {
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
           float& s = score[half][2 * r + e];
-          s = (seen[r] >> (half * 8 + 2 * q + e) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+          s = (seen[r] >> (half * 8 + 2 * q + e) & 1) != 0 ? T::Score::of(s, scale_log2) : kNoMaximum;
           top = math::max(top, s);
         }
       top = math::max(top, ptx::shfl_xor(top, 1));
@@ -363,6 +369,9 @@ MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShap
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+  u32 depth[kMasks] = {};  // of the query rows' tokens, where a window asks for it
+#pragma unroll
+  for (u32 r = 0; r < kMasks && T::kWindow != 0; ++r) depth[r] = B::kTokens == 1 ? 1 : chain_depth(ancestors[r] & ((1u << tokens) - 1));
   // A long cache is streamed as weights are: the next meeting is ahead when its last stage is taken.
   const bool streams = stages > R::kStages;
   if (streams) block.meeting(meeting, false);
@@ -381,6 +390,8 @@ MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShap
       for (u32 r = 0; r < 2; ++r) {
         seen[r] = (1u << exist) - 1;
         if (next == cached) seen[r] &= ancestors[r % kMasks];
+        if (T::kWindow != 0 && next < cached)
+          seen[r] &= rows_from((unit.begin + next) * kChunkRows, window_begin(kv_len, T::kWindow, depth[r % kMasks]));
       }
       const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
       if constexpr (kHolds) {
@@ -410,7 +421,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   const u32 all_tiles = ceil_div(rows, 16), part_rows = min_u32(16, rows);
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, kv_len);
+    const Unit unit = attention_unit(u32(s.splits), u, kv_len, T::kWindow);
     const u32 chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
@@ -424,7 +435,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     const auto ask_ancestors = [&](u32 first_tile) {
       const u32 row0 = (first_tile + block.warp() % tiles_from(first_tile)) * 16;
 #pragma unroll
-      for (u32 r = 0; r < kMasks && unit.fresh; ++r)
+      for (u32 r = 0; r < kMasks && (unit.fresh || (T::kWindow != 0 && B::kTokens != 1)); ++r)
         ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % B::kTokens);
     };
     ask_ancestors(0);

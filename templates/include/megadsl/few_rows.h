@@ -39,7 +39,7 @@ struct FewRows {
     for (u32 r = 0; r < 2; ++r) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half)
-        s[half][r] = (seen[r] >> (half * 8 + g) & 1) != 0 ? (score[0][2 * half + r] + score[1][2 * half + r]) * scale_log2 : kNoMaximum;
+        s[half][r] = (seen[r] >> (half * 8 + g) & 1) != 0 ? T::Score::of(score[0][2 * half + r] + score[1][2 * half + r], scale_log2) : kNoMaximum;
       top[r] = math::max(s[0][r], s[1][r]);
     }
 #pragma unroll

@@ -72,7 +72,7 @@ struct LaneSoftmax {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       float& s = score[i / 2][i % 2];
-      s = (seen >> (i / 2 * 8 + 2 * q + i % 2) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+      s = (seen >> (i / 2 * 8 + 2 * q + i % 2) & 1) != 0 ? T::Score::of(s, scale_log2) : kNoMaximum;
       top = math::max(top, s);
     }
     top = math::max(top, ptx::shfl_xor(top, 1));
@@ -143,7 +143,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len);
+    const Unit unit = attention_unit(u32(s.splits), u, step.kv_len, T::kWindow);
     const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0), stages = ceil_div(cached, kPerStage);
     const u32 classes = min_u32(B::kWarps, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
     const bool fresh = unit.fresh && cached % classes == warp;   // this warp takes this step's row
@@ -172,7 +172,9 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
         const bool old = next < cached;
         if (lies || !old) chunk.load({from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane});
         const u32 rows_there = min_u32(kChunkRows, step.kv_len - min_u32((unit.begin + next) * kChunkRows, step.kv_len));
-        state.take(chunk, queries, lane, scale_log2, old ? (1u << rows_there) - 1 : ancestors & ((1u << step.tokens) - 1));
+        u32 seen = old ? (1u << rows_there) - 1 : ancestors & ((1u << step.tokens) - 1);
+        if (T::kWindow != 0 && old) seen &= rows_from((unit.begin + next) * kChunkRows, window_begin(step.kv_len, T::kWindow, 1));
+        state.take(chunk, queries, lane, scale_log2, seen);
       }
       if (!lies) break;
       chunk.await();

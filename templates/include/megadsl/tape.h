@@ -24,7 +24,7 @@ struct TapeEntry {
   u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate, kRows: shared-memory offset of the word to wait for
   u32 units;         // kCache: KV heads * splits; else tiles from run to run, for reports
   u32 splits;
-  u32 spare;
+  u32 seen;          // kCache: how many rows a token sees, 0 for all
 };
 static_assert(sizeof(TapeEntry) == 56, "lowering reserves this much per entry");
 
@@ -82,7 +82,8 @@ struct Walk {
   }
 };
 
-template <class R>
+// kWindows: some attention sees a window of the rows.
+template <class R, bool kWindows = false>
 struct Tape {
   const Context& cx;
   const Buffers& buffers;
@@ -99,7 +100,7 @@ struct Tape {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
     const u64 words[7] = {u32(e.kind) | u64(e.site) << 32, e.base | u64(e.layer_stride) << 32, e.bytes | u64(e.step) << 32,
                           e.tile | u64(e.repeats) << 32,   e.policy,                           e.stride | u64(e.units) << 32,
-                          e.splits};
+                          kWindows ? e.splits | u64(e.seen) << 32 : e.splits};
 #pragma unroll
     for (u32 i = 0; i < 7; ++i) ptx::st_shared<u64>(to + i, words[i]);
     ++size;
@@ -110,7 +111,7 @@ struct Tape {
 #pragma unroll
     for (u32 i = 0; i < 7; ++i) w[i] = ptx::ld_shared<u64>(from + i);
     return {Play(u32(w[0])), u32(w[0] >> 32), u32(w[1]), u32(w[1] >> 32), u32(w[2]), u32(w[2] >> 32), u32(w[3]), u32(w[3] >> 32),
-            w[4],            u32(w[5]),       u32(w[5] >> 32), u32(w[6]), 0};
+            w[4],            u32(w[5]),       u32(w[5] >> 32), u32(w[6]), kWindows ? u32(w[6] >> 32) : 0};
   }
 
   MK_DEV void vector(u32 site, const VectorShape& s, u64 policy) {
@@ -133,7 +134,7 @@ struct Tape {
     constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
     static_assert(kPerStage > 0, "a KV chunk must fit a ring stage");
     add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, 0, attention_passes(s, kWarps), policy,
-         u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), 0});
+         u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), T::kWindow});
   }
 
   // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring, at most of one part of the columns.
@@ -182,7 +183,7 @@ struct Tape {
     return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
-    const Unit unit = attention_unit(e.splits, index, step.kv_len);
+    const Unit unit = attention_unit(e.splits, index, step.kv_len, kWindows ? e.seen : 0);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
