@@ -99,6 +99,21 @@ def test_heads_that_are_rotated_in_part(model: str, tokens: int, fields: dict[st
     assert distance(k[..., :rotary], far_k[..., :rotary]) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "heads"),
+    [(80, 1, (4, 2)), (80, 16, (2, 1)), (96, 2, (3, 1)), (112, 5, (2, 2)), (256, 2, (2, 1)), (256, 9, (2, 2))],
+)
+def test_head_dimensions(head_dim: int, tokens: int, heads: tuple[int, int]) -> None:
+    fields = config(head_dim=head_dim, num_attention_heads=heads[0], num_key_value_heads=heads[1], num_hidden_layers=1)
+    check(compiled("llama-tiny", tokens=tokens, fields=fields), sizes(tokens)[1:], seeds=(1,))
+
+
+@pytest.mark.parametrize(("heads", "tokens", "head_dim"), [(14, 1, 64), (16, 2, 64), (71, 1, 64), (71, 4, 64), (7, 3, 128)])
+def test_many_heads_on_a_kv_head(heads: int, tokens: int, head_dim: int) -> None:
+    fields = config(head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=1, num_hidden_layers=1)
+    check(compiled("llama-tiny", tokens=tokens, fields=fields), [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
+
+
 def test_more_units_than_blocks() -> None:
     made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=few_stages)
     assert attention_of(made).kv_heads * made.schedule.op("attention").splits > made.schedule.blocks

@@ -326,14 +326,14 @@ class Stream:
     def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
         """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
-        dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
+        dim, room, all_tiles = self.device.op(name).head_dim, self.device.op(name).cache_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
         parts = self.device.warps // tiles * tiles * min(16, heads.rows)
         holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
-        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
+        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * room * 2, True, step, holds)]
         # Where queries arrive in registers, one warp stages this step's row and multiplies it.
-        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, solo=direct)] if takes else []
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * room * 4, True, step, holds, solo=direct)] if takes else []
         return (
             [*queries, *fresh],
             fresh,

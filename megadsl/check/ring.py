@@ -148,7 +148,7 @@ class Block:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
 
     def _chunk(self, op: str) -> int:
-        return CHUNK_ROWS * int(self.device.op(op).head_dim) * 4
+        return CHUNK_ROWS * int(self.device.op(op).cache_dim) * 4
 
     def loader(self, program: Program, layers: int) -> Iterator[Fill | Gate]:
         for step in self.device.steps(program, layers, turns=self.turns):
@@ -376,7 +376,7 @@ def kv_lengths(device: Device) -> list[int]:
     most = device.plan.schedule.max_kv
     splits = max((device.heads(op.name).splits for op in device.ops[1]), default=0)
     ring_bytes = max(r.stages * r.stage_bytes for _, r in device.plan.schedule.rings)
-    rows = max((ring_bytes // (op.head_dim * 4) for op in device.ops[1]), default=0)
+    rows = max((ring_bytes // (op.cache_dim * 4) for op in device.ops[1]), default=0)
     full = min(most, LAPS * rows * splits)
     windows = {device.heads(op.name).window for op in device.ops[1]} - {0}
     near = [window + more for window in windows for more in (-1, 0, 1, CHUNK_ROWS)]
@@ -435,7 +435,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
             m = device.matrix(step.instr.op)
             return m.tile_columns * GROUP_ROWS * 2 * m.together
         case "load_cache":
-            return CHUNK_ROWS * int(device.op(step.instr.op).head_dim) * 4
+            return CHUNK_ROWS * int(device.op(step.instr.op).cache_dim) * 4
     return 0
 
 

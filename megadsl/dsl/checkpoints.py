@@ -11,7 +11,7 @@ from megadsl import resources
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import kernel_in, models, read_json
-from megadsl.ops.rope import HEAD_DIMS, ROTARY_UNIT, SCALINGS, UNSCALED, rope_scaling
+from megadsl.ops.rope import HEAD_DIMS, MAPPED_DIMS, ROTARY_UNIT, SCALINGS, UNSCALED, dims_text, rope_scaling
 from megadsl.source import Span
 
 ARCHITECTURE = declare(
@@ -45,7 +45,7 @@ class Architecture:
     ``spec``: a file in models/; ``kernel`` and ``large``: its kernels for small and large shapes. ``defaults``: values of keys that its
     config.json may lack. ``biases``: the projections that have one if a key of config.json is true; under "" those that always have.
     ``windows``: it may attend over a sliding window. ``rotated``: the part of a head that is rotated where config.json does not say; None
-    where it is always whole. ``style``: of the rotation. ``fused``: tensors of the files that are several of the spec's weights, stacked.
+    where it is always whole. ``style``: of the rotation. ``head_dims``: what heads it may have, None for all that there are. ``fused``: tensors of the files that are several of the spec's weights, stacked.
     """
 
     spec: str
@@ -56,6 +56,7 @@ class Architecture:
     windows: bool = False
     rotated: float | None = None
     style: str = "half"
+    head_dims: tuple[int, ...] | None = None
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -75,6 +76,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
         {"attention_bias": (*QKV, *OUT)},
         True,
+        head_dims=MAPPED_DIMS,
     ),
     "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows=True, rotated=1.0, fused=FUSED),
     "GlmForCausalLM": Architecture(
@@ -200,8 +202,10 @@ class _Reader:
         sizes = {key: self._size(key, got.get(key)) for key in _SIZES}
         heads = sizes["num_attention_heads"]
         head_dim = self._size("head_dim", sizes["hidden_size"] // heads if got.get("head_dim") is None else got["head_dim"])
-        if head_dim not in HEAD_DIMS:
-            self._refuse("head_dim", head_dim, "the kernels have heads of 64 or 128 features", "give a checkpoint with such heads")
+        dims = HEAD_DIMS if known.head_dims is None else known.head_dims
+        if head_dim not in dims:
+            missing = f"the kernels of this architecture have heads of {dims_text(dims)} features"
+            self._refuse("head_dim", head_dim, missing, "give a checkpoint with such heads")
         kv_heads = heads if got.get("num_key_value_heads") is None else got["num_key_value_heads"]
         return {
             **sizes,

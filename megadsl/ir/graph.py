@@ -12,6 +12,9 @@ from typing import TypeAlias
 
 from megadsl.ir.expr import Expr
 from megadsl.source import Span
+from megadsl.types import round_up
+
+HEAD_PANEL = 32  # mk::kPanel
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,11 @@ class Attention:
     k_map: Fused | None = None
     window: int | None = None
     softcap: float | None = None
+
+    @property
+    def cache_dim(self) -> int:
+        """Features that a head takes room for in a cache and among the queries: whole panels of 32."""
+        return round_up(self.head_dim, HEAD_PANEL)
 
     @property
     def maps(self) -> tuple[tuple[str, Fused], ...]:

@@ -172,7 +172,7 @@ def _stage_records(graph: Graph) -> list[StageRecord]:
             found.append(StageRecord(op.name, tiles.tile_bytes, f"bf16 tile {GROUP_ROWS}x{tiles.tile_columns}"))
             found.extend(StageRecord(f"{op.name}.{arg}", 2 * op.columns, "bf16 vector") for arg, _ in vectors(op))
         elif isinstance(op, Attention):
-            found.append(StageRecord(op.name, 64 * op.head_dim, "bf16 KV rows, 16 to a chunk"))
+            found.append(StageRecord(op.name, 64 * op.cache_dim, "bf16 KV rows, 16 to a chunk"))
     return found
 
 

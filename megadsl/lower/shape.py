@@ -43,7 +43,7 @@ def divisor_inverse(divisor: int) -> int:
 
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
     """Bytes from one KV head to the next and from one layer to the next."""
-    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.head_dim * 2 * 2
+    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.cache_dim * 2 * 2
     return head, head * op.kv_heads
 
 

@@ -81,7 +81,7 @@ ATTENTION = Family("attention", _attention)
 
 def kv_row_bytes(op: graph.Attention) -> int:
     """Bytes of one cached token in one layer: K and V of all KV heads."""
-    return 2 * op.kv_heads * op.head_dim * DType.BF16.bytes
+    return 2 * op.kv_heads * op.cache_dim * DType.BF16.bytes
 
 
 def cost(op: graph.Attention, tokens: int, kv_len: int) -> Cost:

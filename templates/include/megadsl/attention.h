@@ -36,11 +36,19 @@ struct AttentionTiling {
   using Score = Score_;
   static constexpr u32 kWindow = kWindow_;
   static constexpr u32 kHeadDim = kHeadDim_;
-  static constexpr u32 kPanels = kHeadDim / kPanel;
-  static constexpr u32 kChunkBytes = kChunkRows * kHeadDim * 2 * 2;
+  static_assert(kHeadDim % 16 == 0, "a step of the second product takes 16 features");
+  static constexpr u32 kPanels = ceil_div(kHeadDim, kPanel);
+  static constexpr u32 kChunkBytes = kChunkRows * kPanels * kPanel * 2 * 2;
   static constexpr u32 kKeyBytes = kChunkBytes / 2;
   static constexpr u32 kVectors = kHeadDim / 4 + 1;  // fp32 vectors per query row of a partial: D values, then {max, sum}
   static constexpr u32 kPartFloats = kHeadDim + 4;
+
+  // A lane's 16 bytes of a panel. A head may end in the middle of its last panel: what lies behind it is anything, and counts as zeros.
+  MK_DEV static u32x4 load_panel(smem_ptr<char> at, u32 panel, u32 lane) {
+    const u32x4 x = ptx::ld_shared<u32x4>(at.template at<u32x4>(0));
+    const bool ends = kHeadDim % kPanel != 0 && panel + 1 == kPanels && lane % 4 * kGroupRows >= kHeadDim % kPanel;
+    return ends ? u32x4{0, 0, 0, 0} : x;
+  }
 };
 
 constexpr float kNoMaximum = -1.0e30f;  // finite, so that tag bits cannot turn it into a NaN
@@ -81,7 +89,7 @@ struct LyingChunk {
   smem_ptr<char> at;
   u32 lane;
   MK_DEV u32x4 keys(u32 half, u32 panel) const {
-    return ptx::ld_shared<u32x4>(at.template at<u32x4>(((half * T::kPanels + panel) * 8 + lane / 4) * 64 + lane % 4 * 16));
+    return T::load_panel(at.template at<char>(((half * T::kPanels + panel) * 8 + lane / 4) * 64 + lane % 4 * 16), panel, lane);
   }
   MK_DEV u32x4 values(u32 pair) const {
     return ptx::ld_shared<u32x4>(at.template at<u32x4>(T::kKeyBytes + (pair * 32 + lane) * 16));
@@ -124,7 +132,7 @@ struct Softmax {
   MK_DEV static u32 row(u32 lane, u32 r) { return lane / 4 + 8 * r; }
 
   MK_DEV u32x4 load_query(u32 panel, u32 half, u32 lane) const {
-    return ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16));
+    return T::load_panel(tile.template at<char>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16), panel, lane);
   }
   MK_DEV Softmax(smem_ptr<char> query_tile, u32 lane) : tile(query_tile) {
     if (!kKeepQueries) return;

@@ -20,7 +20,7 @@ struct FewRows {
 
   MK_DEV FewRows(smem_ptr<char> tile, u32 lane) {
 #pragma unroll
-    for (u32 p = 0; p < T::kPanels; ++p) queries[p] = ptx::ld_shared<u32x4>(tile.template at<u32x4>((p * 16 + lane / 4) * 64 + lane % 4 * 16));
+    for (u32 p = 0; p < T::kPanels; ++p) queries[p] = T::load_panel(tile.template at<char>((p * 16 + lane / 4) * 64 + lane % 4 * 16), p, lane);
   }
 
   // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row(lane, r) attends to row i of the chunk.

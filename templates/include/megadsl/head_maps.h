@@ -59,6 +59,7 @@ MK_DEV float head_total(F term) {
 // `map(v)` makes of a lane's eight features what it is to be. `warp` is the warp's number in the order of the rows.
 template <u32 kHeadDim, bool kTurns, class B, class Place, class Map>
 MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles, Place place, Map map) {
+  static_assert((kHeadDim & (kHeadDim - 1)) == 0 && kHeadDim / kGroupRows <= kWarpSize, "a head's lanes reduce among themselves");
   constexpr u32 kLanes = kHeadDim / kGroupRows, kAtOnce = kWarpSize / kLanes;
   const u32 unit = block.lane() % kLanes;
 #pragma unroll 1

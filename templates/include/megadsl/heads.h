@@ -17,7 +17,7 @@ struct LaneQueries {
   template <class Wire>
   MK_DEV void poll(const Context& cx, u32 site, const AttentionShape& s, const Round& round, u32 head, u32 lane, bool fresh, smem_ptr<char> row) {
     constexpr u32 kUnits = T::kHeadDim / 8, kPolls = T::kPanels + 1;
-    static_assert(2 * kUnits <= kWarpSize, "a lane has one unit of this step's row");
+    static_assert(2 * kUnits <= kWarpSize && T::kHeadDim % kPanel == 0, "a lane has one unit of this step's row, and of each panel");
     const u32 first = (u32(s.q_begin) + (head * u32(s.rows) + lane / 4) * T::kHeadDim) / kGroupRows + lane % 4;
     const u32 own = (u32(lane < kUnits ? s.k_begin : s.v_begin) + head * T::kHeadDim) / kGroupRows + lane % kUnits;
     u32 pending = lane / 4 < u32(s.rows) ? (1u << T::kPanels) - 1 : 0;
