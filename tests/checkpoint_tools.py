@@ -47,6 +47,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4, "rope_parameters": plain()}),
     "qwen2-untied": ("Qwen2", QWEN2 | {"tie_word_embeddings": False, "rope_parameters": plain(1e6)}),
     "phi3": ("Phi3", WIDE | {"rope_parameters": plain() | {"partial_rotary_factor": 0.5}, "sliding_window": 24}),
+    "gemma": ("Gemma", SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "rope_parameters": plain()}),
+    "mistral-80": ("Mistral", LLAMA | {"head_dim": 80, "sliding_window": None, "rope_parameters": plain()}),
     "glm": ("Glm", WIDE | {"attention_bias": True, "rope_parameters": plain() | {"partial_rotary_factor": 0.5}}),
     "qwen3": ("Qwen3", QWEN3 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
     "qwen3-biased": ("Qwen3", QWEN3 | {"attention_bias": True, "rope_parameters": LLAMA3}),

@@ -55,14 +55,14 @@ def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
         (
             "MK470",
             "architectures",
-            ["GPT2LMHeadModel"],
-            "'GPT2LMHeadModel'",
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM",
+            ["BloomForCausalLM"],
+            "'BloomForCausalLM'",
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, GemmaForCausalLM, Phi3ForCausalLM",
         ),
         ("MK470", "architectures", [], "[]", "write its spec"),
         ("MK471", "hidden_act", "mish", "hidden_act = 'mish', and mk.map has no such function", "silu"),
         ("MK471", "quantization_config", {"quant_method": "gptq"}, "quantization_config = 'gptq'", "bf16"),
-        ("MK471", "head_dim", 96, "head_dim = 96", "such heads"),
+        ("MK471", "head_dim", 120, "head_dim = 120, and the kernels of this architecture have heads of a multiple of 16", "such heads"),
         ("MK471", "layer_types", ["full_attention", "linear_attention"], "['linear_attention']", "full_attention"),
         ("MK471", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5, and this architecture rotates whole heads", "set it to 1.0"),
         ("MK471", "rope_scaling", {"type": "yarn", "factor": 4.0}, "rope_scaling.rope_type = 'yarn'", "none, linear, llama3"),
@@ -82,8 +82,34 @@ def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, men
 
 
 def test_all_at_once(tmp_path: Path) -> None:
-    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=96, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
+    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=120, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
     assert [d.code for d in found] == ["MK471", "MK471", "MK472", "MK471"]
+
+
+def test_all_that_an_architecture_would_need(tmp_path: Path) -> None:
+    """Each at its key, also what is wrong beside it."""
+    path = folder_of(tmp_path, architectures=["Gemma2ForCausalLM"], layer_types=["sliding_attention", "full_attention"], hidden_act="mish")
+    found = findings(path)
+    assert [d.code for d in found] == ["MK470", "MK471", "MK471", "MK471"]
+    text = "\n".join(d.message for d in found)
+    assert "norms behind the attention and behind the MLP are missing" in text and "layers that see a window" in text and "mish" in text
+    lines = path.joinpath("config.json").read_text().splitlines()
+    keys = ("architectures", "architectures", "layer_types", "hidden_act")
+    assert all(f'"{key}"' in lines[d.span.line - 1] for key, d in zip(keys, found, strict=True))
+
+
+def test_gemma(tmp_path: Path) -> None:
+    gemma = {"architectures": ["GemmaForCausalLM"], "num_key_value_heads": 1, "hidden_size": 2048}
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_act="gelu"), None)
+    assert (values["activation"], values["head_dim"], values["embed_scale"], values["tie_word_embeddings"]) == (
+        "gelu_tanh",
+        256,
+        45.25,
+        True,
+    )
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_activation="relu"), None)
+    assert values["activation"] == "relu"
+    assert load_checkpoint(folder_of(tmp_path, hidden_act="gelu"), None)[1]["activation"] == "gelu"
 
 
 @pytest.mark.parametrize(
@@ -186,19 +212,37 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
     assert [(d.code, "lacks lost" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
     index.write_text("[]")
     assert [(d.code, "weight_map" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
+    index.write_text('{"weight_map": {"t0": "model.safetensors", "t0": "other.safetensors"}}')
+    assert [(d.code, "'t0' is there twice" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
     index.unlink()
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"t1"', b'"t0"'))  # a tensor twice in one file
+    assert [d.code for d in refused(tmp_path)] == ["MK476"]
+    file.write_bytes(whole)
     file.write_bytes(file.read_bytes()[:-8])
     assert [(d.code, "checksum" in d.mend) for d in refused(tmp_path)] == [("MK476", True)]
+
+
+def test_a_tensor_in_two_files_is_the_one_of_the_index(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        safetensors.save_file({"t": torch.tensor([value]), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        places = {"t": f"{name}.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        source = open_weights(tmp_path)
+        assert float(source.load("t")) == value and source.shapes().keys() == {"t", "a", "b"}
 
 
 def test_element_types(tmp_path: Path) -> None:
     folder_of(tmp_path)
     tensors = {"half": torch.tensor([1.5, 2.5]).half(), "whole": torch.tensor([1, 2]), "wide": torch.tensor([1 / 3]).double()}
+    tensors |= {"byte": torch.tensor([1], dtype=torch.uint8), "fp8": torch.tensor([1.0]).to(torch.float8_e4m3fn)}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     source = open_weights(tmp_path)
     assert source.load("half").tolist() == [1.5, 2.5] and source.load("wide").dtype == torch.bfloat16
-    assert [source.unreadable(name) for name in tensors] == [None, "I64", None]
-    assert source.shapes() == {"half": (2,), "whole": (2,), "wide": (1,)}
+    assert [source.unreadable(name) for name in tensors] == [None, "I64", None, "U8", "F8_E4M3"]
+    assert source.shapes() == {"half": (2,), "whole": (2,), "wide": (1,), "byte": (1,), "fp8": (1,)}
 
 
 def test_projections_that_the_files_have_stacked(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "qwen2"
+    folder = tmp_path / "a model of mine"
     model = saved("qwen2", folder)
     write_tokenizer(folder, bos_token="7", add_bos_token=True)
     arguments = (str(folder), "--device", "cpu", "--tokens", str(TOKENS), "--max-kv", str(MAX_KV))

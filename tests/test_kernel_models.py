@@ -56,6 +56,8 @@ def pieces(made: Compiled, name: str) -> tuple[int, int]:
         ("llama-tiny-interleaved", 5, 1),
         ("qwen3-tiny", 1, 7),
         ("qwen3-tiny", 16, 3),
+        ("gemma-tiny", 1, 3),
+        ("gemma-tiny", 5, 2),
     ],
 )
 def test_models(model: str, tokens: int, blocks: int) -> None:

@@ -82,7 +82,7 @@ def test_ropes_that_do_not_match(rotated: str, message: str) -> None:
 
 OUTPUTS: list[tuple[Callable[[mk.Tensor], Any], str]] = [
     (lambda x: x, "not plain logits: embed 'embed'"),
-    (lambda x: mk.linear(x, square("w")) * 2, "not plain logits: map 'mul'"),
+    (lambda x: mk.linear(x, square("w")) + x, "not plain logits: map 'add'"),
     (lambda x: mk.argmax(x + x), "not plain logits: map 'add'"),
     (lambda x: mk.argmax(sum_of(mk.linear(x, square("a"), square("b")))), "not plain logits: map 'add'"),
     (lambda x: mk.linear(x, square("a"), square("b")), "one of several outputs of linear 'a_b'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,9 @@ class Architecture:
     ``spec``: a file in models/; ``kernel`` and ``large``: its kernels for small and large shapes. ``defaults``: values of keys that its
     config.json may lack. ``biases``: the projections that have one if a key of config.json is true; under "" those that always have.
     ``windows``: it may attend over a sliding window. ``rotated``: the part of a head that is rotated where config.json does not say; None
-    where it is always whole. ``style``: of the rotation. ``head_dims``: what heads it may have, None for all that there are. ``fused``: tensors of the files that are several of the spec's weights, stacked.
+    where it is always whole. ``style``: of the rotation. ``head_dims``: what heads it may have, None for
+    all that there are. ``activations``: names that mean something else here than elsewhere. ``scales``: embeddings are multiplied by the
+    root of the hidden size. ``fused``: tensors of the files that are several of the spec's weights, stacked.
     """
 
     spec: str
@@ -57,6 +60,8 @@ class Architecture:
     rotated: float | None = None
     style: str = "half"
     head_dims: tuple[int, ...] | None = None
+    activations: Mapping[str, str] = field(default_factory=dict)
+    scales: bool = False
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -78,6 +83,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         True,
         head_dims=MAPPED_DIMS,
     ),
+    "GemmaForCausalLM": Architecture(
+        "gemma.py",
+        "decode_step",
+        "decode_step",
+        {"head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        {"attention_bias": (*QKV, *OUT)},
+        activations={"gelu": "gelu_tanh"},  # what the first config.json of Gemma say, and do not mean
+        scales=True,
+    ),
     "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows=True, rotated=1.0, fused=FUSED),
     "GlmForCausalLM": Architecture(
         "llama.py",
@@ -89,6 +103,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         style="interleaved",
         fused=FUSED_MLP,
     ),
+}
+
+# What the spec of an architecture would need and does not have, by the key of config.json that it goes by, if there is one.
+MISSING = {
+    "Gemma2ForCausalLM": {
+        "architectures": "norms behind the attention and behind the MLP",
+        "layer_types": "layers that see a window between layers that see all",
+    },
+    "Gemma3ForCausalLM": {
+        "architectures": "norms behind the attention and behind the MLP",
+        "rope_parameters": "a rotation of its own for layers that see a window",
+        "layer_types": "layers that see a window between layers that see all",
+    },
+    "MixtralForCausalLM": {"num_local_experts": "a choice of experts"},
+    "Qwen2MoeForCausalLM": {"num_experts": "a choice of experts"},
+    "Qwen3MoeForCausalLM": {"num_experts": "a choice of experts"},
+    "DeepseekV3ForCausalLM": {"kv_lora_rank": "attention over a compressed cache", "n_routed_experts": "a choice of experts"},
+    "PhiForCausalLM": {"layer_norm_eps": "norms that subtract the mean", "architectures": "attention and MLP side by side"},
+    "FalconForCausalLM": {"layer_norm_epsilon": "norms that subtract the mean", "parallel_attn": "attention and MLP side by side"},
+    "GPTNeoXForCausalLM": {"layer_norm_eps": "norms that subtract the mean", "use_parallel_residual": "attention and MLP side by side"},
+    "StableLmForCausalLM": {"layer_norm_eps": "norms that subtract the mean"},
+    "GPT2LMHeadModel": {"layer_norm_epsilon": "norms that subtract the mean", "n_positions": "positions that are learned"},
 }
 
 # Names of activations in config.json -> functions of mk.map.
@@ -170,6 +206,13 @@ def stacked_rows(raw: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return {stacked: {name: rows[name] for name in names} for stacked, names in known.fused.items()}
 
 
+def _bf16(value: float) -> float:
+    """The bf16 number next to ``value``, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    rounded: float = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+    return rounded
+
+
 class _Reader:
     """Reads one config.json and collects what is wrong, each finding at its key's line."""
 
@@ -189,12 +232,18 @@ class _Reader:
             names = self._raw.get("architectures")
             name = names[0] if isinstance(names, list) and len(names) == 1 else names
             self._found.add(ARCHITECTURE, self.span("architectures"), value=repr(name), known=", ".join(ARCHITECTURES))
+            for key, what in MISSING.get(str(name), {}).items():
+                value = name if key == "architectures" else self._raw.get(key, "(absent)")
+                self._refuse(
+                    key, value, f"{what} {'are' if what.partition(' ')[0].endswith('s') else 'is'} missing", "give a checkpoint without"
+                )
         return known
 
     def values(self, known: Architecture | None) -> dict[str, Any]:
         """What the spec reads. Of an architecture that is not known only the options are looked at: its sizes may have other names."""
         defaults = {**_DEFAULTS, **(known.defaults if known else {})}
         got = {**defaults, **self._raw}
+        got["hidden_act"] = got.get("hidden_activation") or got["hidden_act"]
         self._options(got)
         theta, scaling = self._rope(known)
         if known is None:
@@ -217,7 +266,8 @@ class _Reader:
             "rope_style": known.style,
             "rotary_dim": self._rotary(head_dim),
             "tie_word_embeddings": bool(got["tie_word_embeddings"]),
-            "activation": ACTIVATIONS.get(got["hidden_act"], "silu"),
+            "activation": {**ACTIVATIONS, **known.activations}.get(got["hidden_act"], "silu"),
+            "embed_scale": _bf16(sizes["hidden_size"] ** 0.5) if known.scales else None,
             "biases": [name for key, names in known.biases.items() if not key or got.get(key) for name in names],
         }
 

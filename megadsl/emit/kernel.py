@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
+from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.gathers import tiles_together
@@ -84,6 +84,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
         "score_type": lambda op: f"{_camel(op)}Score",
         "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
         "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
@@ -187,6 +188,11 @@ def _head_value(fused: Fused) -> str:
 
 def _head_cuda(fused: Fused, expr: Expr) -> str:
     return to_cuda(expr, {name: f"{ident(name)}_[j]" for name, _ in fused.args}, {r: f"r{i}" for i, r in enumerate(reductions(fused.expr))})
+
+
+def _embed_cuda(op: Op) -> str:
+    """What becomes of an element's bits, empty where the table has it already."""
+    return to_cuda(op.expr, {"x": "mk::ptx::from_bf16(bits)"}, {}) if isinstance(op, Embed) and op.expr is not None else ""
 
 
 def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:

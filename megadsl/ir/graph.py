@@ -112,13 +112,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Embed:
-    """value[t, :] = table[token_ids[t], :]"""
+    """value[t, :] = table[token_ids[t], :], or an expression over an argument x of that."""
 
     name: str
     table: WeightRef
     out: str
     loop: str | None
     span: Span
+    expr: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ class Linear:
     parts: matrices stacked by rows; all of them have a bias or none has. Without an epilogue the out value is the parts one after the
     other (each rotated if it has a rope that is not late), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal
     rows) and values of that many features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are
-    the logits: "logits" stores them, "argmax" also writes the smallest index of the largest logit per token.
+    the logits, or an epilogue over them alone, not rounded: "logits" stores them, "argmax" also writes the smallest index of the largest
+    logit per token.
     """
 
     name: str

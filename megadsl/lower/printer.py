@@ -72,6 +72,8 @@ def _op(op: Op) -> Iterator[str]:
         case Embed():
             yield f"embed {op.name} -> {op.out}"
             yield f"table {_ref(op.table)}"
+            if op.expr is not None:
+                yield f"rows {to_text(op.expr)}"
         case Linear():
             yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
             yield f"prologue {_fused(op.prologue)}"

@@ -131,7 +131,10 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     into = Region("exchange", value, exchange.level, round_)
     alone = stages_alone(builder, op)
     syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone else ()
-    args |= {"solo": alone, "raw": isinstance(op, Embed)}  # raw: bits as they lie in a table, rather than results of conversions
+    args |= {
+        "solo": alone,
+        "raw": isinstance(op, Embed) and op.expr is None,
+    }  # raw: bits as they lie in a table, rather than results of conversions
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
 

@@ -147,7 +147,13 @@ class GraphModel:
     def _run(self, op: Op, layer: int, run: _Step) -> None:
         match op:
             case Embed():
-                self._put(op.out, layer, meaning.embed(self._weight(op.table, layer), run.token_ids), run)
+                rows = meaning.embed(self._weight(op.table, layer), run.token_ids)
+                self._put(
+                    op.out,
+                    layer,
+                    rows if op.expr is None else self._arithmetic.evaluate(op.expr, {"x": rows}, (len(rows), rows.shape[1])),
+                    run,
+                )
             case Linear():
                 self._linear(op, layer, run)
             case Attention():

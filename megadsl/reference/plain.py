@@ -159,8 +159,11 @@ class _Builder:
         table, ids = self._model.weight(op.table, layer), self._model.ids
         (name,) = self._define(op.out, [(0, table.shape[1])])
 
+        looked: Term = lambda values: functional.embedding(ids, table)  # noqa: E731
+        term = looked if op.expr is None else plain_term(op.expr, {"x": looked}, (self._model.count, table.shape[1]))
+
         def run(values: Values) -> None:
-            values[name] = values["result"] = functional.embedding(ids, table)
+            values[name] = values["result"] = term(values)
 
         return run
 
