@@ -193,8 +193,8 @@ def rope_features(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
-def short_window(cfg: Any, tokens: int = 4) -> mk.Tensor:
-    x = start(tokens)
+def short_window(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(4 * tokens)
     for layer in mk.layers(cfg.layers):
         q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
         x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2, window=3))
