@@ -118,6 +118,7 @@ ELSEWHERE: dict[str, str] = {
     "MK465": "test_kernel_steps.py::test_what_cannot_be_is_refused",
     "MK466": "test_kernel_steps.py::test_what_cannot_be_is_refused",
     "MK467": "test_kernel_steps.py::test_what_cannot_be_is_refused",
+    "MK254": "test_kernel_window.py::test_a_window_shorter_than_a_step",
     "MK470": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK471": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK472": "test_checkpoint_errors.py::test_what_a_config_asks_for",

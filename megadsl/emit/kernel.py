@@ -75,6 +75,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "together": lambda op: tiles_together(op, plan.schedule, plan.graph.tokens),
         **_wires(plan),
         **_steps(plan),
+        **_attentions(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -83,17 +84,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ring_type": lambda role: f"{_camel(role)}Ring",
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
-        "tiling_type": lambda op: f"{_camel(op)}Tiling",
         "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
-        "score_type": lambda op: f"{_camel(op)}Score",
-        "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
-        "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
-        "few_rows": lambda op: op.heads // op.kv_heads * plan.tunables.tokens <= FEW_ROWS,
-        "head_vectors": head_vectors,
-        "head_vector_name": head_vector_name,
-        "head_value": _head_value,
-        "head_cuda": _head_cuda,
-        "paired": lambda op: op.rope.paired if op.rope is not None else 0,
         "reductions": reductions,
         "dict": dict,
         "poll_type": _poll_type,
@@ -121,6 +112,22 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "rotates": lambda phase: any(i.args.get("rope") is not None for i in phase.body),
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
+    }
+
+
+def _attentions(plan: Plan) -> dict[str, Any]:
+    """How attentions are called."""
+    return {
+        "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "score_type": lambda op: f"{_camel(op)}Score",
+        "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
+        "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
+        "few_rows": lambda op: op.heads // op.kv_heads * plan.tunables.tokens <= FEW_ROWS,
+        "head_vectors": head_vectors,
+        "head_vector_name": head_vector_name,
+        "head_value": _head_value,
+        "head_cuda": _head_cuda,
+        "paired": lambda op: op.rope.paired if op.rope is not None else 0,
     }
 
 

@@ -193,17 +193,6 @@ def rope_features(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
-def short_window(cfg: Any, tokens: int = 1) -> mk.Tensor:
-    x = start(4 * tokens)
-    for layer in mk.layers(cfg.layers):
-        q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
-        x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2, window=3))
-        # MK254 `mk.attention(` | a window of 3 rows is shorter than a step of 4 tokens | at most 3 tokens a step
-        # mend: window=3 => window=4
-    return head(x)
-
-
-@mk.kernel
 def head_dim(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)
     for layer in mk.layers(cfg.layers):
