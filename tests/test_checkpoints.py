@@ -63,7 +63,7 @@ def unscaled(graph: Graph) -> Graph:
 
 
 def made(family: str, folder: Path) -> Compiled:
-    if family == "qwen2":  # the kernel of the command line below
+    if family in ("qwen2", "gemma"):  # as the command line below compiles it
         return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
     kernel, fields, _ = load_checkpoint(folder, MAX_KV)
     return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
