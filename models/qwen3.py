@@ -28,8 +28,10 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
         )
         q = mk.rms_norm(q, layer.weight("self_attn.q_norm", head_dim), eps=eps, head_dim=head_dim)
         k = mk.rms_norm(k, layer.weight("self_attn.k_norm", head_dim), eps=eps, head_dim=head_dim)
-        q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, scaling=getattr(cfg, "rope_scaling", None))
-        a = mk.attention(q, layer.kv_cache(kv_heads, head_dim).append(k, v), heads=heads)
+        scaling, rotary = getattr(cfg, "rope_scaling", None), getattr(cfg, "rotary_dim", None)
+        q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, scaling=scaling, rotary_dim=rotary)
+        window = getattr(cfg, "sliding_window", None)
+        a = mk.attention(q, layer.kv_cache(kv_heads, head_dim).append(k, v), heads=heads, window=window)
         o_bias = [layer.weight("self_attn.o_proj.bias", hidden)] if biased else None
         x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)
         h = mk.rms_norm(x, layer.weight("post_attention_layernorm", hidden), eps=eps)

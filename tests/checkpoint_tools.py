@@ -21,6 +21,7 @@ LLAMA = SHAPE | {
 }  # llama-tiny: tests share its kernels
 ODD = SHAPE | {"hidden_size": 80, "intermediate_size": 1100, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64}
 QWEN3 = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = SHAPE | {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "pad_token_id": 0}
 QWEN2 = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -42,6 +43,13 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": plain(1e6)}),
     "qwen2": ("Qwen2", QWEN2 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
+    "mistral-window": ("Mistral", LLAMA | {"sliding_window": 16, "rope_parameters": plain(1e6)}),
+    "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4, "rope_parameters": plain()}),
+    "qwen2-untied": ("Qwen2", QWEN2 | {"tie_word_embeddings": False, "rope_parameters": plain(1e6)}),
+    "phi3": ("Phi3", WIDE | {"rope_parameters": plain() | {"partial_rotary_factor": 0.5}, "sliding_window": 24}),
+    "gemma": ("Gemma", SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "rope_parameters": plain()}),
+    "mistral-80": ("Mistral", LLAMA | {"head_dim": 80, "sliding_window": None, "rope_parameters": plain()}),
+    "glm": ("Glm", WIDE | {"attention_bias": True, "rope_parameters": plain() | {"partial_rotary_factor": 0.5}}),
     "qwen3": ("Qwen3", QWEN3 | {"tie_word_embeddings": True, "rope_parameters": plain(1e6)}),
     "qwen3-biased": ("Qwen3", QWEN3 | {"attention_bias": True, "rope_parameters": LLAMA3}),
 }

@@ -32,6 +32,7 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "rope_theta": 1e4,
 }
+QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -54,16 +55,16 @@ def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
         (
             "MK470",
             "architectures",
-            ["GPT2LMHeadModel"],
-            "'GPT2LMHeadModel'",
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            ["BloomForCausalLM"],
+            "'BloomForCausalLM'",
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, GemmaForCausalLM, Phi3ForCausalLM",
         ),
         ("MK470", "architectures", [], "[]", "write its spec"),
         ("MK471", "hidden_act", "mish", "hidden_act = 'mish', and mk.map has no such function", "silu"),
         ("MK471", "quantization_config", {"quant_method": "gptq"}, "quantization_config = 'gptq'", "bf16"),
-        ("MK471", "head_dim", 96, "head_dim = 96", "such heads"),
+        ("MK471", "head_dim", 120, "head_dim = 120, and the kernels of this architecture have heads of a multiple of 16", "such heads"),
         ("MK471", "layer_types", ["full_attention", "linear_attention"], "['linear_attention']", "full_attention"),
-        ("MK471", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5", "whole heads"),
+        ("MK471", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5, and this architecture rotates whole heads", "set it to 1.0"),
         ("MK471", "rope_scaling", {"type": "yarn", "factor": 4.0}, "rope_scaling.rope_type = 'yarn'", "none, linear, llama3"),
         ("MK471", "rope_parameters", {"rope_type": "dynamic", "factor": 4.0}, "rope_parameters.rope_type = 'dynamic'", "linear"),
         ("MK253", "rope_scaling", {k: v for k, v in LLAMA3.items() if k != "factor"}, "needs factor", "factor"),
@@ -81,34 +82,67 @@ def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, men
 
 
 def test_all_at_once(tmp_path: Path) -> None:
-    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=96, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
+    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=120, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
     assert [d.code for d in found] == ["MK471", "MK471", "MK472", "MK471"]
 
 
+def test_all_that_an_architecture_would_need(tmp_path: Path) -> None:
+    """Each at its key, also what is wrong beside it."""
+    path = folder_of(tmp_path, architectures=["Gemma2ForCausalLM"], layer_types=["sliding_attention", "full_attention"], hidden_act="mish")
+    found = findings(path)
+    assert [d.code for d in found] == ["MK470", "MK471", "MK471", "MK471"]
+    text = "\n".join(d.message for d in found)
+    assert "norms behind the attention and behind the MLP are missing" in text and "layers that see a window" in text and "mish" in text
+    lines = path.joinpath("config.json").read_text().splitlines()
+    keys = ("architectures", "architectures", "layer_types", "hidden_act")
+    assert all(f'"{key}"' in lines[d.span.line - 1] for key, d in zip(keys, found, strict=True))
+
+
+def test_gemma(tmp_path: Path) -> None:
+    gemma = {"architectures": ["GemmaForCausalLM"], "num_key_value_heads": 1, "hidden_size": 2048}
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_act="gelu"), None)
+    assert (values["activation"], values["head_dim"], values["embed_scale"], values["tie_word_embeddings"]) == (
+        "gelu_tanh",
+        256,
+        45.25,
+        True,
+    )
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_activation="relu"), None)
+    assert values["activation"] == "relu"
+    assert load_checkpoint(folder_of(tmp_path, hidden_act="gelu"), None)[1]["activation"] == "gelu"
+
+
 @pytest.mark.parametrize(
-    ("fields", "window"),
+    ("fields", "window", "mixed"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
-        ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' default
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1}, 512),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, None),
-        ({"sliding_window": 512}, None),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512, None),
+        ({"architectures": ["MistralForCausalLM"]}, 4096, None),  # transformers' default
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None, None),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, 2047, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, None, None),
+        (QWEN2_WINDOW | {"max_window_layers": 1}, 512, "max_window_layers"),
+        (QWEN2_WINDOW | {"max_window_layers": 0}, 512, None),
+        (QWEN2_WINDOW | {"max_window_layers": 2}, None, None),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 2}, None, None),
+        (QWEN2_WINDOW | {"layer_types": ["sliding_attention"] * 2}, 512, None),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}, 512, "layer_types"),
+        ({"sliding_window": 512}, None, None),
     ],
 )
-def test_a_context_beyond_the_window(fields: dict[str, Any], window: int | None, tmp_path: Path) -> None:
-    """MK473, unless the window holds all of the context; a context that nobody asked for stays within it."""
+def test_windows(fields: dict[str, Any], window: int | None, mixed: str | None, tmp_path: Path) -> None:
+    """One of all layers goes to the spec. Else MK473, unless it holds all of the context; one that nobody asked for stays within it."""
     path = folder_of(tmp_path, num_key_value_heads=1, **fields)
-    assert load_checkpoint(path, None)[2] == window
-    if window is None:
+    _, values, longest = load_checkpoint(path, None)
+    assert (values["sliding_window"], longest) == ((None, window) if mixed else (window, None))
+    if mixed is None:
         load_checkpoint(path, 100_000)
         return
+    assert window is not None
     load_checkpoint(path, window)
     (found,) = findings(path, window + 1)
     assert (found.code, found.mend) == ("MK473", f"ask for a context of at most {window} tokens: --max-kv {window}")
-    assert f"sliding_window = {window}" in found.message and f"{window + 1} tokens" in found.message
+    assert f"{mixed}: some layers" in found.message and f"{window} tokens and" in found.message and f"{window + 1} tokens" in found.message
+    assert f'"{mixed}"' in (path / "config.json").read_text().splitlines()[found.span.line - 1]
 
 
 def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
@@ -118,6 +152,20 @@ def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
     newer = {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_theta": ..., "attention_bias": True, "mlp_bias": True}
     _, values, _ = load_checkpoint(folder_of(tmp_path, **newer), None)
     assert (values["rope_theta"], values["rope_scaling"], len(values["biases"])) == (5e5, LLAMA3, 7)
+
+
+def test_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
+    def rotary(**fields: Any) -> int:
+        return int(load_checkpoint(folder_of(tmp_path, head_dim=128, num_key_value_heads=1, **fields), None)[1]["rotary_dim"])
+
+    phi, glm = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Phi3", "Glm"))
+    assert (rotary(), rotary(**phi), rotary(**glm)) == (128, 128, 64)
+    assert rotary(**phi, partial_rotary_factor=0.75) == 96
+    assert rotary(**glm, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 32
+    for factor in (0.1, 1.5, "half"):
+        (found,) = findings(folder_of(tmp_path, head_dim=128, num_key_value_heads=1, **phi, partial_rotary_factor=factor))
+        assert found.code == "MK471" and "of 128 features a multiple of 8 is rotated" in found.message
+    assert len(Rope(128, 1e4, "half", None, 64).frequencies) == 32
 
 
 def test_frequencies() -> None:
@@ -164,19 +212,52 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
     assert [(d.code, "lacks lost" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
     index.write_text("[]")
     assert [(d.code, "weight_map" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
+    index.write_text('{"weight_map": {"t0": "model.safetensors", "t0": "other.safetensors"}}')
+    assert [(d.code, "'t0' is there twice" in d.message) for d in refused(tmp_path)] == [("MK476", True)]
     index.unlink()
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"t1"', b'"t0"'))  # a tensor twice in one file
+    assert [d.code for d in refused(tmp_path)] == ["MK476"]
+    file.write_bytes(whole)
     file.write_bytes(file.read_bytes()[:-8])
     assert [(d.code, "checksum" in d.mend) for d in refused(tmp_path)] == [("MK476", True)]
+
+
+def test_a_tensor_in_two_files_is_the_one_of_the_index(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        safetensors.save_file({"t": torch.tensor([value]), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        places = {"t": f"{name}.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        source = open_weights(tmp_path)
+        assert float(source.load("t")) == value and source.shapes().keys() == {"t", "a", "b"}
 
 
 def test_element_types(tmp_path: Path) -> None:
     folder_of(tmp_path)
     tensors = {"half": torch.tensor([1.5, 2.5]).half(), "whole": torch.tensor([1, 2]), "wide": torch.tensor([1 / 3]).double()}
+    tensors |= {"byte": torch.tensor([1], dtype=torch.uint8), "fp8": torch.tensor([1.0]).to(torch.float8_e4m3fn)}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     source = open_weights(tmp_path)
     assert source.load("half").tolist() == [1.5, 2.5] and source.load("wide").dtype == torch.bfloat16
-    assert [source.unreadable(name) for name in tensors] == [None, "I64", None]
-    assert source.shapes() == {"half": (2,), "whole": (2,), "wide": (1,)}
+    assert [source.unreadable(name) for name in tensors] == [None, "I64", None, "U8", "F8_E4M3"]
+    assert source.shapes() == {"half": (2,), "whole": (2,), "wide": (1,), "byte": (1,), "fp8": (1,)}
+
+
+def test_projections_that_the_files_have_stacked(tmp_path: Path) -> None:
+    folder_of(tmp_path, architectures=["Phi3ForCausalLM"], num_key_value_heads=1)
+    stacked = torch.arange(256 * 128).view(256, 128).remainder(251).bfloat16()
+    names = {f"model.layers.0.self_attn.{n}_proj.weight": n for n in "qkv"}
+    tensors = {"model.layers.0.self_attn.qkv_proj.weight": stacked, "model.layers.0.mlp.gate_up_proj.weight": torch.ones(7, 128)}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path)
+    assert source.shapes() == {
+        **{name: ((128 if n == "q" else 64), 128) for name, n in names.items()},
+        "model.layers.0.mlp.gate_up_proj.weight": (7, 128),  # not the two that it should be
+    }
+    assert torch.cat([source.load(name) for name in names]).equal(stacked)
+    assert source.unreadable(next(iter(names))) is None
 
 
 class Watched(WeightSource):
@@ -249,7 +330,8 @@ def test_a_spec_that_rotates_otherwise(tmp_path: Path) -> None:
     """MK424 names the scaling that the spec lacks."""
     folder_of(tmp_path, rope_scaling=LLAMA3)
     write_weights(tmp_path)
-    probe = SimpleNamespace(manifest={"model": "x", "rope": {"head_dim": 64, "theta": 1e4, "style": "half", "scaling": None}})
+    rope = {"head_dim": 64, "theta": 1e4, "style": "half", "scaling": None, "rotary_dim": 64}
+    probe = SimpleNamespace(manifest={"model": "x", "rope": rope})
     with pytest.raises(MegadslError) as raised:
         Generator(probe, tmp_path, "cpu")
     (found,) = raised.value.diagnostics

@@ -19,7 +19,7 @@ from megadsl.ir.graph import Attention, Graph, Linear, Op, Rope
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
-from tests.checkpoint_tools import FAMILIES, saved
+from tests.checkpoint_tools import FAMILIES, FAR, saved
 from tests.kernels import FACTOR, SLACK, compiled, distance
 from tests.test_readme import blocks
 
@@ -63,7 +63,7 @@ def unscaled(graph: Graph) -> Graph:
 
 
 def made(family: str, folder: Path) -> Compiled:
-    if family == "qwen2":  # the kernel of the command line below
+    if family in ("qwen2", "gemma"):  # as the command line below compiles it
         return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
     kernel, fields, _ = load_checkpoint(folder, MAX_KV)
     return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
@@ -88,6 +88,27 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "phi3"])
+def test_a_text_longer_than_the_window(family: str, tmp_path: Path) -> None:
+    """Logits of every token are those of transformers, which sees the window at once; without the window they are others."""
+    model = saved(family, tmp_path)
+    kernel, fields, longest = load_checkpoint(tmp_path, MAX_KV)
+    assert fields["sliding_window"] == model.config.sliding_window and longest == FAR
+    ids = [i * 37 % 512 for i in range(45)]
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0]
+    ours = compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV)
+    source = open_weights(tmp_path)
+    weights = {name: source.load(name) for name in source.shapes()}
+    exact, rounded = (ReferenceModel(ours.graph, weights, len(ids), mode).step(ids) for mode in ("fp32", "bf16"))
+    assert distance(exact, theirs) < 2e-3
+    whole = compile_model(str(tmp_path), blocks=2, max_kv=model.config.sliding_window, check=False).graph  # no row is ever out of sight
+    assert distance(ReferenceModel(whole, weights, len(ids), "fp32").step(ids), theirs) > 0.1
+    generator = Generator(ours, tmp_path, "cpu")
+    logits = torch.cat([generator.step(ids[i : i + TOKENS]).clone() for i in range(0, len(ids), TOKENS)])
+    assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
+
+
 def write_tokenizer(folder: Path, **settings: Any) -> None:
     """Every word is its number in the vocabulary."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(512)}, unk_token="0"))
@@ -104,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "qwen2"
+    folder = tmp_path / "a model of mine"
     model = saved("qwen2", folder)
     write_tokenizer(folder, bos_token="7", add_bos_token=True)
     arguments = (str(folder), "--device", "cpu", "--tokens", str(TOKENS), "--max-kv", str(MAX_KV))

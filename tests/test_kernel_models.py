@@ -9,6 +9,7 @@ import torch
 
 import megadsl as mk
 from megadsl.driver import Compiled
+from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear
 from megadsl.lower.memory import chunk_pieces, pass_groups
@@ -16,7 +17,7 @@ from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import FACTOR, SLACK, attention_of, check, compiled, config, distance, weights_for
+from tests.kernels import FACTOR, SLACK, Bench, Step, attention_of, bits, check, compiled, config, distance, weights_for
 from tests.schedules import everywhere
 
 # Cached rows around the 16 of a chunk.
@@ -55,6 +56,8 @@ def pieces(made: Compiled, name: str) -> tuple[int, int]:
         ("llama-tiny-interleaved", 5, 1),
         ("qwen3-tiny", 1, 7),
         ("qwen3-tiny", 16, 3),
+        ("gemma-tiny", 1, 3),
+        ("gemma-tiny", 5, 2),
     ],
 )
 def test_models(model: str, tokens: int, blocks: int) -> None:
@@ -75,6 +78,42 @@ def test_models(model: str, tokens: int, blocks: int) -> None:
 def test_heads_and_vocabularies(blocks: int, fields: dict[str, Any]) -> None:
     made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=few_stages)
     check(made, sizes(2), seeds=(3,))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "fields"),
+    [
+        ("llama-tiny-wide", 1, {"rotary_dim": 64}),
+        ("llama-tiny-interleaved", 2, {"rotary_dim": 32}),
+        ("qwen3-tiny", 2, {"rotary_dim": 64}),  # behind a map over each head
+        ("qwen3-tiny", 1, {"rotary_dim": 96, "head_dim": 128}),
+    ],
+)
+def test_heads_that_are_rotated_in_part(model: str, tokens: int, fields: dict[str, Any]) -> None:
+    """Features behind the rotated ones do not depend on the position."""
+    made = compiled(model, tokens=tokens, blocks=3, fields=load(model)[1] | fields, max_kv=9216)
+    check(made, [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
+    bench, ids = Bench(made), (3, 77)[:tokens]
+    near, far = (bench.run(Step(ids, 20, 5, tuple(range(first, first + tokens)))) for first in (20, 9000))
+    (k, v), (far_k, far_v) = near.rows[0], far.rows[0]  # what enters the first layer knows no positions
+    rotary = fields["rotary_dim"]
+    assert bits(k[..., rotary:]).equal(bits(far_k[..., rotary:])) and bits(v).equal(bits(far_v))
+    assert distance(k[..., :rotary], far_k[..., :rotary]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "heads"),
+    [(80, 1, (4, 2)), (80, 16, (2, 1)), (96, 2, (3, 1)), (112, 5, (2, 2)), (256, 2, (2, 1)), (256, 9, (2, 2))],
+)
+def test_head_dimensions(head_dim: int, tokens: int, heads: tuple[int, int]) -> None:
+    fields = config(head_dim=head_dim, num_attention_heads=heads[0], num_key_value_heads=heads[1], num_hidden_layers=1)
+    check(compiled("llama-tiny", tokens=tokens, fields=fields), sizes(tokens)[1:], seeds=(1,))
+
+
+@pytest.mark.parametrize(("heads", "tokens", "head_dim"), [(14, 1, 64), (16, 2, 64), (71, 1, 64), (71, 4, 64), (7, 3, 128)])
+def test_many_heads_on_a_kv_head(heads: int, tokens: int, head_dim: int) -> None:
+    fields = config(head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=1, num_hidden_layers=1)
+    check(compiled("llama-tiny", tokens=tokens, fields=fields), [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
 
 
 def test_more_units_than_blocks() -> None:

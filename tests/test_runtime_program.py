@@ -172,7 +172,7 @@ def test_all_bad_ids_are_listed() -> None:
 
 
 def test_wrong_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rotating = probe.Probe(probe.manifest() | {"rope": {"head_dim": 16, "theta": 5e5, "style": "half", "scaling": None}})
+    rotating = probe.Probe(probe.manifest() | {"rope": {"head_dim": 16, "theta": 5e5, "style": "half", "scaling": None, "rotary_dim": 16}})
     cases = [
         ("MK459", lambda: Generator(probe.Probe(), None, "cpu")),
         ("MK401", lambda: Generator(probe.Probe(), tmp_path / "absent.gguf", "cpu")),

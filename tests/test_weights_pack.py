@@ -16,11 +16,11 @@ from megadsl.types import round_up
 
 
 def matrix(
-    name: str, weights: dict[str, int], columns: int, tile: int, *, order: str = "natural", interleave: bool = False
+    name: str, weights: dict[str, int], columns: int, tile: int, *, order: str = "natural", rotary: int = 0, interleave: bool = False
 ) -> dict[str, Any]:
     """A pack record at offset 0; ``weights`` maps names to rows."""
     rows, padded = round_up(sum(weights.values()), 8), round_up(columns, tile)
-    sources = [{"weight": w, "rows": n, "order": order, "head_dim": 16} for w, n in weights.items()]
+    sources = [{"weight": w, "rows": n, "order": order, "head_dim": 16, "rotary_dim": rotary} for w, n in weights.items()]
     shape = {"rows": rows, "columns": columns, "columns_padded": padded, "tile_columns": tile, "bytes": rows * padded * 2}
     return {
         **{"name": name, "kind": "matrix", "offset": 0, "layer_stride": 0, "per_layer": False, "dtype": "bf16"},
@@ -78,10 +78,10 @@ def test_tile_layout_element_by_element() -> None:
 
 
 @pytest.mark.parametrize("interleave", [False, True])
-@pytest.mark.parametrize("order", ["natural", "pairs_half"])
-def test_orders_round_trip(order: str, interleave: bool) -> None:
+@pytest.mark.parametrize(("order", "rotary"), [("natural", 0), ("pairs_half", 16), ("pairs_half", 8)])
+def test_orders_round_trip(order: str, rotary: int, interleave: bool) -> None:
     rows = {"a": 80, "b": 80} if interleave else {"a": 48, "b": 16, "c": 16}
-    record = matrix("op", rows, 176, 96, order=order, interleave=interleave)
+    record = matrix("op", rows, 176, 96, order=order, rotary=rotary, interleave=interleave)
     weights = [numbered(n, 176) + i for i, n in enumerate(rows.values())]
     packed = pack_record(record, weights)
     for back, weight in zip(unpack_record(manifest_of([record]), record, packed), weights, strict=True):
@@ -90,6 +90,7 @@ def test_orders_round_trip(order: str, interleave: bool) -> None:
 
 def test_pairs_and_interleave_put_rows_where_the_kernel_reads_them() -> None:
     assert pair_order(8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert pair_order(16, 8, rotary_dim=4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7, 8, 10, 9, 11, 12, 13, 14, 15]
     assert pair_order(32, 16)[pair_order(32, 16, inverse=True)].equal(torch.arange(32))
     weights = [torch.full((4, 32), float(10 * i)) + torch.arange(4.0)[:, None] for i in (1, 2)]
     record = matrix("op", {"a": 4, "b": 4}, 32, 32, interleave=True)
@@ -109,7 +110,7 @@ def layered() -> dict[str, Any]:
     records = [
         plain("table", "embed", 100, 80),
         plain("vector", "l.{layer}.norm", 1, 80),
-        matrix("qk", {"l.{layer}.q": 32, "l.{layer}.k": 16}, 80, 96, order="pairs_half"),
+        matrix("qk", {"l.{layer}.q": 32, "l.{layer}.k": 16}, 80, 96, order="pairs_half", rotary=16),
         matrix("head", {"embed": 100}, 80, 96),
     ]
     return manifest_of(records, layers=3)
@@ -189,7 +190,8 @@ def test_kv_layout_element_by_element() -> None:
 def kv_arena(head_dim: int, style: str) -> tuple[dict[str, Any], torch.Tensor]:
     head_stride = 3 * 16 * head_dim * 2 * 2
     kv = {"kv_heads": 2, "head_dim": head_dim, "layer_stride": 2 * head_stride, "head_stride": head_stride, "chunk_rows": 16}
-    manifest = {"kv": kv, "max_kv": 40, "layers": 2, "rope": {"head_dim": head_dim, "theta": 1e4, "style": style}}
+    rope = {"head_dim": head_dim, "theta": 1e4, "style": style, "scaling": None, "rotary_dim": head_dim}
+    manifest = {"kv": kv, "max_kv": 40, "layers": 2, "rope": rope}
     return manifest, torch.zeros(2 * 2 * head_stride, dtype=torch.uint8)
 
 

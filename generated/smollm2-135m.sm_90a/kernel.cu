@@ -68,30 +68,30 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   for (bool more = true; more;) {
     const u32 built = tape.size;
     if (walk.writes()) switch (walk.phase) {
-      // qkv_proj: 960 x 576  [llama.py:22]
+      // qkv_proj: 960 x 576  [llama.py:23]
       case 0:
         tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
         tape.matrix(0, s.qkv_proj, evict_first);
         break;
-      // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
       case 1:
         tape.rows(2, u32(s.step.progress) + 20);
         tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
         break;
-      // o_proj: 576 x 576  [llama.py:34]
+      // o_proj: 576 x 576  [llama.py:36]
       case 2:
         tape.matrix(3, s.o_proj, evict_first);
         break;
-      // gate_up_proj: 3072 x 576  [llama.py:36]
+      // gate_up_proj: 3072 x 576  [llama.py:38]
       case 3:
         tape.vector(4, s.gate_up_proj_post_attention_layernorm, evict_first);
         tape.matrix(4, s.gate_up_proj, evict_first);
         break;
-      // down_proj: 576 x 1536  [llama.py:44]
+      // down_proj: 576 x 1536  [llama.py:46]
       case 4:
         tape.matrix(5, s.down_proj, evict_first);
         break;
-      // lm_head: 49152 x 576  [llama.py:48]
+      // lm_head: 49152 x 576  [llama.py:50]
       case 5:
         tape.vector(6, s.lm_head_norm, evict_first);
         tape.matrix(6, s.lm_head, evict_first);
@@ -125,7 +125,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     [[maybe_unused]] const u32 epoch = step.epoch;
 
 
-    // embed_tokens: rows of the table  [llama.py:19]
+    // embed_tokens: rows of the table  [llama.py:20]
     {
       mk::begin_op(cx, block);
       const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
@@ -138,7 +138,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
       cx.layer = layer;
 
-      // qkv_proj: 960 x 576  [llama.py:22]
+      // qkv_proj: 960 x 576  [llama.py:23]
       mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
       {
         mk::begin_op(cx, block);
@@ -175,7 +175,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         out.publish(block, 11);
       }
 
-      // attention: 9 heads of 64 over 3 KV heads  [llama.py:32]
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
       {
         mk::begin_op(cx, block);
         mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
@@ -183,7 +183,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             s.attention_parts_exchange, epoch * layers + layer);
       }
 
-      // attention: add the splits  [llama.py:32]
+      // attention: add the splits  [llama.py:34]
       mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
       {
         mk::begin_op(cx, block);
@@ -193,7 +193,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         out.publish(block, 16);
       }
 
-      // o_proj: 576 x 576  [llama.py:34]
+      // o_proj: 576 x 576  [llama.py:36]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
@@ -216,7 +216,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
       }
 
-      // gate_up_proj: 3072 x 576  [llama.py:36]
+      // gate_up_proj: 3072 x 576  [llama.py:38]
       mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
       {
         mk::begin_op(cx, block);
@@ -253,7 +253,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         out.publish(block, 22);
       }
 
-      // down_proj: 576 x 1536  [llama.py:44]
+      // down_proj: 576 x 1536  [llama.py:46]
       mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
       {
         mk::begin_op(cx, block);
@@ -281,7 +281,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     cx.layer = 0;
 
 
-    // lm_head: 49152 x 576  [llama.py:48]
+    // lm_head: 49152 x 576  [llama.py:50]
     mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
     {
       mk::begin_op(cx, block);

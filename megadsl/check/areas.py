@@ -129,7 +129,7 @@ class Stream:
     def _publish(self, step: Step) -> Iterator[Event]:
         value = str(step.instr.args["value"])
         self.versions[value] = self.versions.get(value, 0) + 1
-        solo = "" if step.instr.args["raw"] else self._one(bool(step.instr.args["solo"]))
+        solo = "" if step.instr.args["table"] else self._one(bool(step.instr.args["solo"]))
         yield from self._staged(step, self.device.exchanges[value], self._share(value), False, solo)
         if not self.finishes:  # one warp meets itself
             yield from self._meet(step.instr, "flag")
@@ -139,7 +139,7 @@ class Stream:
         value = str(step.instr.args["value"])
         few = self._share(value) * self.device.tokens <= WARP_THREADS  # a thread a unit
         solo = FIRST if few else ""
-        if not step.instr.args["raw"]:
+        if not step.instr.args["table"]:
             solo = self._one(few)
         yield from list(self._staged(step, self.device.exchanges[value], self._share(value), False, solo))[:1]
         yield from self._kept(step, value, True, solo if self.finishes else "")
@@ -390,16 +390,16 @@ class Stream:
     def _unit(self, step: Step, unit: int) -> tuple[list[Access], list[Access], Access]:
         """What a unit gathers (unless registers take it), this step's rows among it, and its warps' parts, as they are written."""
         name, heads = step.instr.op, self.device.heads(step.instr.op)
-        dim, all_tiles = self.device.op(name).head_dim, ceil_div(heads.rows, 16)
+        dim, room, all_tiles = self.device.op(name).head_dim, self.device.op(name).cache_dim, ceil_div(heads.rows, 16)
         tiles = min(self.device.warps, all_tiles)
         row, count = dim + 4, self.device.warps // tiles * tiles * min(16, heads.rows)
         if step.instr.args["halves"]:  # of two warps to a tile: half of the columns, whichever rows exist
             row, count = dim // 2 + 8, 2 * tiles * 16
         holds = (name, step.when, unit)
         direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
-        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * dim * 2, True, step, holds)]
+        queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * room * 2, True, step, holds)]
         # Where queries arrive in registers, one warp, not always the first, stages this step's row and multiplies it.
-        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * dim * 4, True, step, holds, own=direct)] if takes else []
+        fresh = [Access(f"{name}.fresh", heads.fresh, 16 * room * 4, True, step, holds, own=direct)] if takes else []
         return (
             [*queries, *fresh],
             fresh,

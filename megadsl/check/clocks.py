@@ -318,7 +318,8 @@ class Player:
     def _attention(self, step: Step) -> None:
         instr, clocks = step.instr, self.clocks
         turns = self._cached(instr, polls.attention)
-        clocks.read_control(f"ancestors (of {instr.op})", self._cached(instr, lambda d, i: polls.fresh_units(d, i.op), "fresh"), step)
+        readers = self._cached(instr, lambda d, i: polls.reads_ancestors(d, i.op), "ancestors")
+        clocks.read_control(f"ancestors (of {instr.op})", readers, step)
         self._barrier(instr, "input")
         for turn, (mask, polled) in enumerate(turns):
             self.clocks.poll(step, instr, str(instr.args["qkv"]), step.round("qkv_round"), [polled])

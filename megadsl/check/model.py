@@ -66,6 +66,7 @@ class Heads:
     rows: int
     merge_groups: int
     merge_offset: int
+    window: int  # rows that a token sees; 0 for all
 
     @property
     def units(self) -> int:
@@ -130,7 +131,7 @@ class Device:
 
     def heads(self, op: str) -> Heads:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
-        return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1])
+        return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1], self.op(op).window or 0)
 
     def shares(self, groups: int, offset: int) -> list[int]:
         """First item of every block, and the end of the last's."""
@@ -183,12 +184,14 @@ class Device:
                         yield from (Step(i, layer if looped else None, names, turn) for i in phase.body)
 
 
-def attention_unit(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:
+def attention_unit(splits: int, unit: int, kv_len: int, window: int = 0) -> tuple[int, int, int, bool]:
     """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
     head, split = divmod(unit, splits)
-    chunks = ceil_div(kv_len, CHUNK_ROWS)
+    skipped = max(kv_len + 1 - window, 0) // CHUNK_ROWS if window else 0
+    chunks = ceil_div(kv_len, CHUNK_ROWS) - skipped
     last, fresh = max(chunks, 1) - 1, split + 1 == splits
-    return head, min((chunks + 1) * split // splits, last), chunks if fresh else min((chunks + 1) * (split + 1) // splits, last), fresh
+    begin, end = (min((chunks + 1) * at // splits, last) for at in (split, split + 1))
+    return head, skipped + begin, skipped + (chunks if fresh else end), fresh
 
 
 def evaluate(expression: str, names: dict[str, int]) -> int:

@@ -86,8 +86,14 @@ def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:
     return turns
 
 
+def reads_ancestors(device: Device, op: str) -> Bools:
+    """Blocks that read the ancestor masks in some unit: for this step's own rows, and with a window for what each token sees."""
+    heads = device.heads(op)
+    return np.arange(device.blocks) < heads.units if heads.window and device.tokens > 1 else fresh_units(device, op)
+
+
 def fresh_units(device: Device, op: str) -> Bools:
-    """Blocks that take this step's own rows in some unit: they read the ancestor masks."""
+    """Blocks that take this step's own rows in some unit."""
     heads = device.heads(op)
     found = np.zeros(device.blocks, dtype=np.bool_)
     for unit in range(heads.splits - 1, heads.units, heads.splits):

@@ -142,13 +142,13 @@ class Block:
         rows = self.kv_len + (self.device.tokens + turn - 1 if turn else 0)
         heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
         for unit in range(self.block, heads.units, self.device.blocks):
-            _, begin, end, _ = attention_unit(heads.splits, unit, rows)
+            _, begin, end, _ = attention_unit(heads.splits, unit, rows, heads.window)
             for turn in range(heads.passes(self.device.warps)):
                 if end > begin:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
 
     def _chunk(self, op: str) -> int:
-        return CHUNK_ROWS * int(self.device.op(op).head_dim) * 4
+        return CHUNK_ROWS * int(self.device.op(op).cache_dim) * 4
 
     def loader(self, program: Program, layers: int) -> Iterator[Fill | Gate]:
         for step in self.device.steps(program, layers, turns=self.turns):
@@ -371,14 +371,16 @@ def _what(fill: Fill) -> str:
 
 
 def kv_lengths(device: Device) -> list[int]:
-    """None, one row, a whole chunk, one more, uneven splits, a full cache; of a cache that fills a ring many times over, one that
-    fills it LAPS times: each further lap finds the ring as this one did."""
+    """None, one row, a whole chunk, one more, uneven splits, about a window, a full cache; of a cache that fills a ring many times over,
+    one that fills it LAPS times: each further lap finds the ring as this one did."""
     most = device.plan.schedule.max_kv
     splits = max((device.heads(op.name).splits for op in device.ops[1]), default=0)
     ring_bytes = max(r.stages * r.stage_bytes for _, r in device.plan.schedule.rings)
-    rows = max((ring_bytes // (op.head_dim * 4) for op in device.ops[1]), default=0)
+    rows = max((ring_bytes // (op.cache_dim * 4) for op in device.ops[1]), default=0)
     full = min(most, LAPS * rows * splits)
-    return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, full) if k <= most})
+    windows = {device.heads(op.name).window for op in device.ops[1]} - {0}
+    near = [window + more for window in windows for more in (-1, 0, 1, CHUNK_ROWS)]
+    return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, full, *near) if k <= most})
 
 
 def check_rings(device: Device, findings: Findings) -> list[str]:
@@ -433,7 +435,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
             m = device.matrix(step.instr.op)
             return m.tile_columns * GROUP_ROWS * 2 * m.together
         case "load_cache":
-            return CHUNK_ROWS * int(device.op(step.instr.op).head_dim) * 4
+            return CHUNK_ROWS * int(device.op(step.instr.op).cache_dim) * 4
     return 0
 
 

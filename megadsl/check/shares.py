@@ -209,10 +209,11 @@ def _rows(device: Device, findings: Findings) -> int:
         for chunks in _lengths(heads.splits, ceil_div(device.plan.schedule.max_kv, CHUNK_ROWS)):
             count += 1
             kv_len = max(0, chunks * CHUNK_ROWS - 1)  # the newest row goes to the last, incomplete chunk
-            units = [attention_unit(heads.splits, unit, kv_len) for unit in range(heads.splits)]
-            ends = [0, *(u[2] for u in units)]
+            units = [attention_unit(heads.splits, unit, kv_len, heads.window) for unit in range(heads.splits)]
+            first = max(0, kv_len + 1 - heads.window) if heads.window else 0  # that the step's first token sees: others see less
+            ends = [first // CHUNK_ROWS, *(u[2] for u in units)]
             if [u[1] for u in units] != ends[:-1] or ends[-1] != chunks:
-                wrong = f"{chunks} chunks are split into {[(u[1], u[2]) for u in units]}"
+                wrong = f"chunks {ends[0]} to {chunks} are split into {[(u[1], u[2]) for u in units]}"
                 findings.add(COVER, op.span, [("units", [str(u) for u in units])], op=op.name, what="cached rows", wrong=wrong)
             readers = [split for split, u in enumerate(units) if u[1] <= kv_len // CHUNK_ROWS < u[2]]
             if any(not units[split][3] for split in readers) or sum(u[3] for u in units) != 1:

@@ -105,7 +105,8 @@ def _release(device: Device, step: Step, findings: Findings) -> None:
 def _raw(device: Device, step: Step, findings: Findings) -> None:
     """Bits that are sent as they lie in a table are looked at for the empty value; conversions never make it (ptx::to_bf16)."""
     instr = step.instr
-    if instr.call != "publish" or instr.args["raw"] or not isinstance(device.op(instr.op), Embed):
+    op = device.op(instr.op)
+    if instr.call != "publish" or instr.args["raw"] or not isinstance(op, Embed) or op.expr is not None:
         return
     e = device.exchanges[str(instr.args["value"])]
     if e.wire == "Sentinel":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from megadsl import resources
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import kernel_in, models, read_json
-from megadsl.ops.rope import HEAD_DIMS, SCALINGS, UNSCALED, rope_scaling
+from megadsl.ops.rope import HEAD_DIMS, MAPPED_DIMS, ROTARY_UNIT, SCALINGS, UNSCALED, dims_text, rope_scaling
 from megadsl.source import Span
 
 ARCHITECTURE = declare(
@@ -25,7 +26,8 @@ FIELD = declare(
 )
 WINDOW = declare(
     "MK473",
-    "config.json: sliding_window = {window}; attention over a window is missing, and a context of {rows} tokens is longer than the window",
+    "config.json: {key}: some layers see a window of {window} tokens and some see all, which is missing, and a context of {rows} tokens"
+    " is longer than the window",
     "ask for a context of at most {window} tokens: --max-kv {window}",
 )
 
@@ -33,6 +35,8 @@ CONFIG = "config.json"
 LARGE_HIDDEN = 2048  # from this hidden size on, the schedule for large shapes is faster (docs/performance.md)
 
 QKV, OUT, MLP = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj")
+FUSED_MLP: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
+FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": QKV, **FUSED_MLP}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,10 @@ class Architecture:
 
     ``spec``: a file in models/; ``kernel`` and ``large``: its kernels for small and large shapes. ``defaults``: values of keys that its
     config.json may lack. ``biases``: the projections that have one if a key of config.json is true; under "" those that always have.
-    ``windows``: it may attend over a sliding window.
+    ``windows``: it may attend over a sliding window. ``rotated``: the part of a head that is rotated where config.json does not say; None
+    where it is always whole. ``style``: of the rotation. ``head_dims``: what heads it may have, None for
+    all that there are. ``activations``: names that mean something else here than elsewhere. ``scales``: embeddings are multiplied by the
+    root of the hidden size. ``fused``: tensors of the files that are several of the spec's weights, stacked.
     """
 
     spec: str
@@ -50,6 +57,12 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     windows: bool = False
+    rotated: float | None = None
+    style: str = "half"
+    head_dims: tuple[int, ...] | None = None
+    activations: Mapping[str, str] = field(default_factory=dict)
+    scales: bool = False
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # One entry for each architecture, under the name that config.json gives it.
@@ -68,7 +81,50 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
         {"attention_bias": (*QKV, *OUT)},
         True,
+        head_dims=MAPPED_DIMS,
     ),
+    "GemmaForCausalLM": Architecture(
+        "gemma.py",
+        "decode_step",
+        "decode_step",
+        {"head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        {"attention_bias": (*QKV, *OUT)},
+        activations={"gelu": "gelu_tanh"},  # what the first config.json of Gemma say, and do not mean
+        scales=True,
+    ),
+    "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows=True, rotated=1.0, fused=FUSED),
+    "GlmForCausalLM": Architecture(
+        "llama.py",
+        "decode_step",
+        "large",
+        {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+        {"attention_bias": QKV},
+        rotated=0.5,
+        style="interleaved",
+        fused=FUSED_MLP,
+    ),
+}
+
+# What the spec of an architecture would need and does not have, by the key of config.json that it goes by, if there is one.
+MISSING = {
+    "Gemma2ForCausalLM": {
+        "architectures": "norms behind the attention and behind the MLP",
+        "layer_types": "layers that see a window between layers that see all",
+    },
+    "Gemma3ForCausalLM": {
+        "architectures": "norms behind the attention and behind the MLP",
+        "rope_parameters": "a rotation of its own for layers that see a window",
+        "layer_types": "layers that see a window between layers that see all",
+    },
+    "MixtralForCausalLM": {"num_local_experts": "a choice of experts"},
+    "Qwen2MoeForCausalLM": {"num_experts": "a choice of experts"},
+    "Qwen3MoeForCausalLM": {"num_experts": "a choice of experts"},
+    "DeepseekV3ForCausalLM": {"kv_lora_rank": "attention over a compressed cache", "n_routed_experts": "a choice of experts"},
+    "PhiForCausalLM": {"layer_norm_eps": "norms that subtract the mean", "architectures": "attention and MLP side by side"},
+    "FalconForCausalLM": {"layer_norm_epsilon": "norms that subtract the mean", "parallel_attn": "attention and MLP side by side"},
+    "GPTNeoXForCausalLM": {"layer_norm_eps": "norms that subtract the mean", "use_parallel_residual": "attention and MLP side by side"},
+    "StableLmForCausalLM": {"layer_norm_eps": "norms that subtract the mean"},
+    "GPT2LMHeadModel": {"layer_norm_epsilon": "norms that subtract the mean", "n_positions": "positions that are learned"},
 }
 
 # Names of activations in config.json -> functions of mk.map.
@@ -96,12 +152,13 @@ def load_checkpoint(folder: Path, max_kv: int | None, config: Path | None = None
         reader = _Reader(raw, path, found)
         known = reader.architecture()
         values = reader.values(known)
-        window = reader.window(known)
-        if window is not None and max_kv is not None and max_kv > window:
-            found.add(WINDOW, reader.span("sliding_window"), window=window, rows=max_kv)
+        window, key = reader.window(known)
+        if window is not None and key is not None and max_kv is not None and max_kv > window:
+            found.add(WINDOW, reader.span(key), window=window, rows=max_kv, key=key)
     assert known is not None, "an architecture that is not known is a finding"
     kernel = known.large if values["hidden_size"] >= LARGE_HIDDEN else known.kernel
-    rows = [n for n in (window, raw.get("max_position_embeddings")) if isinstance(n, int) and n > 0]
+    values["sliding_window"] = window if key is None else None
+    rows = [n for n in (window if key else None, raw.get("max_position_embeddings")) if isinstance(n, int) and n > 0]
     return kernel_in(resources.models() / known.spec, kernel), values, min(rows, default=None)
 
 
@@ -120,6 +177,42 @@ def rope_fields(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None
     return theta, None if kind in UNSCALED else {"rope_type": kind, **scaling}
 
 
+def architecture_of(raw: Mapping[str, Any]) -> Architecture | None:
+    """The architecture that a config.json names, None when it is not known."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    return ARCHITECTURES.get(name) if isinstance(name, str) else None
+
+
+def rotated_part(raw: Mapping[str, Any]) -> Any:
+    """The part of each head that the checkpoint of a config.json rotates, 1.0 for whole heads."""
+    known, rope = architecture_of(raw), raw.get("rope_parameters") or raw.get("rope_scaling")
+    default = known.rotated if known is not None and known.rotated is not None else 1.0
+    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return raw.get("partial_rotary_factor", default) if inner is None else inner
+
+
+def stacked_rows(raw: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Of each stacked projection in the files of a checkpoint, by name, the rows of the spec's projections in it, in order."""
+    known = architecture_of(raw)
+    if known is None or not known.fused:
+        return {}
+    got = {**known.defaults, **raw}
+    heads, hidden, inter = (got.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size"))
+    if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(inter, int) and heads > 0):
+        return {}  # config.json is refused for that elsewhere
+    dim, kv_heads = got.get("head_dim") or hidden // heads, got.get("num_key_value_heads") or heads
+    rows = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim, "gate_proj": inter, "up_proj": inter}
+    return {stacked: {name: rows[name] for name in names} for stacked, names in known.fused.items()}
+
+
+def _bf16(value: float) -> float:
+    """The bf16 number next to ``value``, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    rounded: float = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+    return rounded
+
+
 class _Reader:
     """Reads one config.json and collects what is wrong, each finding at its key's line."""
 
@@ -134,26 +227,34 @@ class _Reader:
         return Span(str(self._path), next((i for i, line in enumerate(self._lines, 1) if f'"{key}"' in line), 1))
 
     def architecture(self) -> Architecture | None:
-        names = self._raw.get("architectures")
-        name = names[0] if isinstance(names, list) and len(names) == 1 else names
-        known = ARCHITECTURES.get(name) if isinstance(name, str) else None
+        known = architecture_of(self._raw)
         if known is None:
+            names = self._raw.get("architectures")
+            name = names[0] if isinstance(names, list) and len(names) == 1 else names
             self._found.add(ARCHITECTURE, self.span("architectures"), value=repr(name), known=", ".join(ARCHITECTURES))
+            for key, what in MISSING.get(str(name), {}).items():
+                value = name if key == "architectures" else self._raw.get(key, "(absent)")
+                self._refuse(
+                    key, value, f"{what} {'are' if what.partition(' ')[0].endswith('s') else 'is'} missing", "give a checkpoint without"
+                )
         return known
 
     def values(self, known: Architecture | None) -> dict[str, Any]:
         """What the spec reads. Of an architecture that is not known only the options are looked at: its sizes may have other names."""
         defaults = {**_DEFAULTS, **(known.defaults if known else {})}
         got = {**defaults, **self._raw}
+        got["hidden_act"] = got.get("hidden_activation") or got["hidden_act"]
         self._options(got)
-        theta, scaling = self._rope()
+        theta, scaling = self._rope(known)
         if known is None:
             return {}
         sizes = {key: self._size(key, got.get(key)) for key in _SIZES}
         heads = sizes["num_attention_heads"]
         head_dim = self._size("head_dim", sizes["hidden_size"] // heads if got.get("head_dim") is None else got["head_dim"])
-        if head_dim not in HEAD_DIMS:
-            self._refuse("head_dim", head_dim, "the kernels have heads of 64 or 128 features", "give a checkpoint with such heads")
+        dims = HEAD_DIMS if known.head_dims is None else known.head_dims
+        if head_dim not in dims:
+            missing = f"the kernels of this architecture have heads of {dims_text(dims)} features"
+            self._refuse("head_dim", head_dim, missing, "give a checkpoint with such heads")
         kv_heads = heads if got.get("num_key_value_heads") is None else got["num_key_value_heads"]
         return {
             **sizes,
@@ -162,21 +263,28 @@ class _Reader:
             "rms_norm_eps": self._number("rms_norm_eps", got["rms_norm_eps"]),
             "rope_theta": self._number("rope_theta", theta),
             "rope_scaling": scaling,
+            "rope_style": known.style,
+            "rotary_dim": self._rotary(head_dim),
             "tie_word_embeddings": bool(got["tie_word_embeddings"]),
-            "activation": ACTIVATIONS.get(got["hidden_act"], "silu"),
+            "activation": {**ACTIVATIONS, **known.activations}.get(got["hidden_act"], "silu"),
+            "embed_scale": _bf16(sizes["hidden_size"] ** 0.5) if known.scales else None,
             "biases": [name for key, names in known.biases.items() if not key or got.get(key) for name in names],
         }
 
-    def window(self, known: Architecture | None) -> int | None:
-        """Tokens that a token sees of the past, itself included; None for all."""
+    def window(self, known: Architecture | None) -> tuple[int | None, str | None]:
+        """Tokens that a token sees, itself included (None for all), and the key that says that some layers see all the same."""
         if known is None or not known.windows:
-            return None
+            return None, None
         got = {**known.defaults, **self._raw}
         if not got.get("use_sliding_window", True) or got.get("sliding_window") is None:
-            return None
+            return None, None
         types, first, layers = got.get("layer_types"), got.get("max_window_layers", 0), got.get("num_hidden_layers")
-        slides = "sliding_attention" in types if types else not (isinstance(first, int) and isinstance(layers, int)) or first < layers
-        return self._size("sliding_window", got["sliding_window"]) if slides else None
+        if types:
+            slides, mixed = "sliding_attention" in types, "layer_types" if "full_attention" in types else None
+        else:
+            slides = not (isinstance(first, int) and isinstance(layers, int)) or first < layers
+            mixed = "max_window_layers" if first else None
+        return (self._size("sliding_window", got["sliding_window"]), mixed) if slides else (None, None)
 
     def _options(self, got: Mapping[str, Any]) -> None:
         """What would change the results and is not there."""
@@ -191,14 +299,13 @@ class _Reader:
         if other := sorted({str(t) for t in types} - set(_LAYER_TYPES)) if isinstance(types, list) else []:
             self._refuse("layer_types", other, "layers of this kind are missing", f"give a checkpoint whose layers are {_LAYER_TYPES[0]}")
 
-    def _rope(self) -> tuple[float, Mapping[str, Any] | None]:
+    def _rope(self, known: Architecture | None) -> tuple[float, Mapping[str, Any] | None]:
         theta, scaling = rope_fields(self._raw)
         key = "rope_parameters" if self._raw.get("rope_parameters") else "rope_scaling"
-        for source in (self._raw, scaling or {}):
-            factor = source.get("partial_rotary_factor", 1.0)
-            if factor != 1.0:
-                missing = "heads that are rotated in part are missing"
-                self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint that rotates whole heads")
+        factor = rotated_part(self._raw)
+        if known is not None and known.rotated is None and factor != 1.0:
+            missing = "this architecture rotates whole heads"
+            self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint without it, or set it to 1.0")
         if scaling is None:
             return theta, None
         if scaling["rope_type"] not in SCALINGS:
@@ -209,6 +316,16 @@ class _Reader:
             self._refuse(f"{key}.rope_type", scaling["rope_type"], missing, mend, line=key)
             return theta, None
         return theta, scaling if rope_scaling(scaling, self._found, self.span(key)) else None
+
+    def _rotary(self, head_dim: int) -> int:
+        """Features of a head that are rotated."""
+        factor = rotated_part(self._raw)
+        rotary = int(head_dim * factor) if isinstance(factor, int | float) else 0
+        if not 0 < rotary <= head_dim or rotary % ROTARY_UNIT:
+            missing = f"of {head_dim} features a multiple of {ROTARY_UNIT} is rotated"
+            self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint that rotates so many features of a head")
+            return head_dim
+        return rotary
 
     def _refuse(self, key: str, value: object, missing: str, mend: str, line: str = "") -> None:
         self._found.add(OPTION, self.span(line or key), key=key, value=repr(value), missing=missing, mend=mend)

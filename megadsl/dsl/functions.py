@@ -122,29 +122,50 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, *, head_dim: int | None = None) -
 
 
 def rope(
-    q: Tensor, k: Tensor, *, head_dim: int, theta: float, style: str = "half", scaling: Mapping[str, object] | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    style: str = "half",
+    scaling: Mapping[str, object] | None = None,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / head_dim)``.
+    """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / R)``.
 
-    style "half" pairs features i and i + head_dim / 2, "interleaved" 2i and 2i + 1. ``scaling`` stretches the frequencies; it is what a
+    Of each head the first R = ``rotary_dim`` features are rotated, a multiple of 8, by default all. style "half" pairs features i and
+    i + R / 2, "interleaved" 2i and 2i + 1. ``scaling`` stretches the frequencies; it is what a
     config.json has as rope_scaling: rope_type "linear" with factor, or "llama3" with factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings. MK118 unknown style, MK119 features that are no whole heads, MK222 theta, MK120 unsupported
-    head_dim, MK252 and MK253 for the scaling.
+    head_dim, MK255 for rotary_dim, MK252 and MK253 for the scaling.
     """
     tracer, span = current("rope"), caller_span()
     attrs: dict[str, object] = {"head_dim": head_dim, "theta": tracer.number("theta", theta, span, above=0), "style": style}
     if (scaled := rope_scaling(scaling, tracer.found, span)) is not None:
         attrs["scaling"] = scaled
+    if rotary_dim is not None:
+        attrs["rotary_dim"] = rotary_dim
     names = [f"{t.name}.rope" if isinstance(t, Tensor) else "rope" for t in (q, k)]
     q_out, k_out = tracer.node("rope", "rope", (q, k), names, span, attrs)
     return q_out, k_out
 
 
-def attention(q: Tensor, kv: KVCache, *, heads: int, scale: float | None = None, name: str = "attention") -> Tensor:
+def attention(
+    q: Tensor,
+    kv: KVCache,
+    *,
+    heads: int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    name: str = "attention",
+) -> Tensor:
     """Causal grouped-query attention over the cached rows and this step's: (tokens, heads * head_dim) to the same shape.
 
-    ``scale`` defaults to head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). MK120 head_dim, MK122 features
-    of q, MK123 ratio, MK222 scale, MK149 when kv is no cache that was appended to.
+    ``scale`` defaults to head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). With ``window`` each token sees the newest
+    so many rows, its own included; of the cached rows only those are read. With ``softcap`` a scaled score s counts as
+    softcap * tanh(s / softcap). MK120 head_dim, MK122 features of q, MK123 ratio, MK222 scale and softcap, MK104 window, MK254 a window
+    shorter than a step, MK149 when kv is no cache that was appended to.
     """
     tracer, span = current("attention"), caller_span()
     if not isinstance(kv, KVCache):
@@ -153,6 +174,10 @@ def attention(q: Tensor, kv: KVCache, *, heads: int, scale: float | None = None,
         raise tracer.fail(NOT_A_CACHE, span, value=f"cache {kv.name!r}, to which nothing was appended")
     (count,) = tracer.dimensions("attention heads", heads, span)
     attrs = {"heads": count, "scale": kv.declared.shape[1] ** -0.5 if scale is None else tracer.number("scale", scale, span)}
+    if window is not None:
+        (attrs["window"],) = tracer.dimensions("attention window", window, span)
+    if softcap is not None:
+        attrs["softcap"] = tracer.number("softcap", softcap, span, above=0)
     tracer.text("the name of an attention", name, '"attention"', span)
     (out,) = tracer.node("attention", name, (q, kv.appended), [name], span, attrs)
     return out

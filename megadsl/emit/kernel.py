@@ -7,9 +7,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megadsl.expr import to_cuda, to_text
+from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Fused, Linear, ValueRef
+from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef
 from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.finish import side
@@ -20,7 +20,7 @@ from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
-from megadsl.lower.shape import begin_name, ident
+from megadsl.lower.shape import LOG2_E, begin_name, ident
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
@@ -75,6 +75,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "together": lambda op: tiles_together(op, plan.schedule, plan.graph.tokens),
         **_wires(plan),
         **_steps(plan),
+        **_attentions(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -84,13 +85,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ring_type": lambda role: f"{_camel(role)}Ring",
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
-        "tiling_type": lambda op: f"{_camel(op)}Tiling",
-        "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
-        "head_vectors": head_vectors,
-        "head_vector_name": head_vector_name,
-        "head_value": _head_value,
-        "head_cuda": _head_cuda,
-        "paired": lambda op: "true" if op.rope is not None and op.rope.style == "half" else "false",
+        "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
         "reductions": reductions,
         "dict": dict,
         "poll_type": _poll_type,
@@ -118,6 +113,22 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "rotates": lambda phase: any(i.args.get("rope") is not None for i in phase.body),
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
+    }
+
+
+def _attentions(plan: Plan) -> dict[str, Any]:
+    """How attentions are called."""
+    return {
+        "tiling_type": lambda op: f"{_camel(op)}Tiling",
+        "score_type": lambda op: f"{_camel(op)}Score",
+        "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
+        "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
+        "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
+        "head_vectors": head_vectors,
+        "head_vector_name": head_vector_name,
+        "head_value": _head_value,
+        "head_cuda": _head_cuda,
+        "paired": lambda op: op.rope.paired if op.rope is not None else 0,
     }
 
 
@@ -185,6 +196,11 @@ def _head_value(fused: Fused) -> str:
 
 def _head_cuda(fused: Fused, expr: Expr) -> str:
     return to_cuda(expr, {name: f"{ident(name)}_[j]" for name, _ in fused.args}, {r: f"r{i}" for i, r in enumerate(reductions(fused.expr))})
+
+
+def _embed_cuda(op: Op) -> str:
+    """What becomes of an element's bits, empty where the table has it already."""
+    return to_cuda(op.expr, {"x": "mk::ptx::from_bf16(bits)"}, {}) if isinstance(op, Embed) and op.expr is not None else ""
 
 
 def _epilogue_cuda(op: Linear, products: list[str], suffix: str) -> str:

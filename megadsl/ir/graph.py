@@ -12,6 +12,9 @@ from typing import TypeAlias
 
 from megadsl.ir.expr import Expr
 from megadsl.source import Span
+from megadsl.types import round_up
+
+HEAD_PANEL = 32  # mk::kPanel
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,27 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of heads of ``head_dim`` features; ``style`` is "half" (pairs i, i + D/2) or "interleaved"
-    (pairs 2i, 2i + 1). Angles are position * frequencies[i]."""
+    """Rotary embedding of heads of ``head_dim`` features, of which the first R = ``rotary_dim`` are rotated; ``style`` is "half" (pairs
+    i, i + R/2) or "interleaved" (pairs 2i, 2i + 1). Angles are position * frequencies[i]."""
 
     head_dim: int
     theta: float
     style: str
     scaling: RopeScaling | None = None
+    rotary_dim: int = 0  # 0 for all: __post_init__ puts head_dim there
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
+
+    @property
+    def paired(self) -> int:
+        """So many of a head's first features are packed pair by pair, rather than in their own order."""
+        return self.rotary_dim if self.style == "half" else 0
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """Radians per position of each of the D / 2 pairs: theta ** (-2 i / D), scaled where there is a scaling."""
-        plain = (self.theta ** (-2.0 * i / self.head_dim) for i in range(self.head_dim // 2))
+        """Radians per position of each of the R / 2 pairs: theta ** (-2 i / R), scaled where there is a scaling."""
+        plain = (self.theta ** (-2.0 * i / self.rotary_dim) for i in range(self.rotary_dim // 2))
         return tuple(plain if self.scaling is None else map(self.scaling.scaled, plain))
 
 
@@ -100,13 +112,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Embed:
-    """value[t, :] = table[token_ids[t], :]"""
+    """value[t, :] = table[token_ids[t], :], or an expression over an argument x of that."""
 
     name: str
     table: WeightRef
     out: str
     loop: str | None
     span: Span
+    expr: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ class Linear:
     parts: matrices stacked by rows; all of them have a bias or none has. Without an epilogue the out value is the parts one after the
     other (each rotated if it has a rope that is not late), rounded to bf16. With one, ``epilogue.args`` may name parts (all of equal
     rows) and values of that many features; the expression's fp32 result is rounded once. With ``sink`` the raw fp32 products are
-    the logits: "logits" stores them, "argmax" also writes the smallest index of the largest logit per token.
+    the logits, or an epilogue over them alone, not rounded: "logits" stores them, "argmax" also writes the smallest index of the largest
+    logit per token.
     """
 
     name: str
@@ -164,6 +178,9 @@ class Attention:
     ``q_map`` and ``k_map``: what is made of each head of q and of k first, an expression over its head_dim features and vectors of as
     many elements, whose reductions run over the head. Where there is one, q and k come unrotated: both are rotated by
     ``rope`` behind their maps, in fp32, and rounded to bf16 once.
+
+    With ``window`` a token sees the newest so many of these rows, itself included. With ``softcap`` a score s becomes
+    softcap * tanh(s / softcap), where s is scaled already.
     """
 
     name: str
@@ -181,6 +198,13 @@ class Attention:
     span: Span
     q_map: Fused | None = None
     k_map: Fused | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def cache_dim(self) -> int:
+        """Features that a head takes room for in a cache and among the queries: whole panels of 32."""
+        return round_up(self.head_dim, HEAD_PANEL)
 
     @property
     def maps(self) -> tuple[tuple[str, Fused], ...]:

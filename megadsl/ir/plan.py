@@ -166,12 +166,14 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class PackSource:
-    """Rows of a packed matrix that come from one checkpoint tensor; ``order`` is natural or pairs_half."""
+    """Rows of a packed matrix that come from one checkpoint tensor; ``order`` is natural, or pairs_half of each head's first
+    ``rotary_dim`` features."""
 
     weight: str
     rows: int
     order: str
     head_dim: int
+    rotary_dim: int
 
 
 @dataclass(frozen=True)

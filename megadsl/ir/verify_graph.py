@@ -91,6 +91,8 @@ def _op(op: Op, graph: Graph) -> Iterator[str]:
         case Embed():
             if out is not None and out != op.table.shape[1]:
                 yield f"gives {op.table.shape[1]} features into a value of {out}"
+            if op.expr is not None and (arg_names(op.expr) != ("x",) or reductions(op.expr)):
+                yield "maps its rows by something else than an elementwise expression over x"
         case Linear():
             yield from _linear(op, out)
         case Attention():
@@ -142,8 +144,10 @@ def _factored(factored: Factored, args: set[str]) -> Iterator[str]:
 
 
 def _epilogue(op: Linear, epilogue: Fused) -> Iterator[str]:
-    if op.sink is not None or any(p.rope for p in op.parts):
-        yield "has an epilogue beside a sink or a rope"
+    if any(p.rope for p in op.parts):
+        yield "has an epilogue beside a rope"
+    if op.sink is not None and len(epilogue.args) > 1:
+        yield "has an epilogue over more than its logits beside a sink"
     if len({p.rows for p in op.parts}) > 1:
         yield "has an epilogue over parts of different rows"
     if reductions(epilogue.expr):

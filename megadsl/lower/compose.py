@@ -33,6 +33,7 @@ class Composition:
     exprs: dict[str, Expr] = field(default_factory=dict)
     owner: dict[str, Node] = field(default_factory=dict)
     stacks: dict[str, Stacked] = field(default_factory=dict)  # by the linear's node name
+    looked: dict[str, Expr] = field(default_factory=dict)  # by the embedding's node name: what is made of its rows, over ``x``
 
     def atom(self, tensor: str) -> str | None:
         """The atom that ``tensor`` is, None when it is a proper expression."""
@@ -51,7 +52,8 @@ def compose(spec: Spec) -> Composition:
 
     A map becomes the epilogue of a linear when it is elementwise, takes all of the linear's rows, is the only one to do so, and
     reads nothing else but values that stand before the linear. With the rows of two linears it becomes neither's, unless a loop
-    variable leaves the body as this map and therefore has to be materialised: then the later linear takes it.
+    variable leaves the body as this map and therefore has to be materialised: then the later linear takes it. An elementwise map
+    of an embedding's rows alone, which nothing else reads and which enters a loop, is the embedding's own.
     """
     result = Composition(spec)
     consumers: dict[str, list[Node]] = {}
@@ -63,7 +65,7 @@ def compose(spec: Spec) -> Composition:
     for name, t in spec.tensors.items():
         if t.lifetime is Lifetime.WEIGHT or name in {c.body_in for c in carried}:
             result.exprs[name] = Arg(name)
-    maker = _Maker(result, consumers, pinned, {c.body_out for c in carried})
+    maker = _Maker(result, consumers, pinned, {c.body_out for c in carried}, {c.initial for c in carried})
     for position, node in enumerate(spec.nodes):
         maker.visit(node, position)
     return result
@@ -75,6 +77,7 @@ class _Maker:
     consumers: Mapping[str, list[Node]]
     pinned: set[str]  # read by something that is no node
     required: set[str]  # must be materialised
+    entering: set[str]  # a loop, as its variables
     position: dict[str, int] = field(default_factory=dict)
 
     def visit(self, node: Node, position: int) -> None:
@@ -92,6 +95,12 @@ class _Maker:
         by = {arg: self.result.exprs[tensor] for arg, tensor in zip(node.attrs["args"], node.inputs, strict=True)}
         expr = substitute(node.attrs["expr"], by)
         (out,) = node.outputs
+        table = self._table(node, expr)
+        if table is not None:
+            self.result.looked[table.name] = substitute(expr, {table.outputs[0]: Arg("x")})
+            self.result.exprs[out] = Arg(out)
+            self.result.owner[out] = table
+            return
         stack = self._taker(node, expr)
         if stack is None:
             self.result.exprs[out] = expr
@@ -102,6 +111,14 @@ class _Maker:
         stack.heads = (out,)
         self.result.exprs[out] = Arg(out)
         self.result.owner[out] = stack.node
+
+    def _table(self, node: Node, expr: Expr) -> Node | None:
+        """The embedding of whose rows this map makes what enters the loop."""
+        atoms = arg_names(expr)
+        table = self.result.owner.get(atoms[0]) if len(atoms) == 1 else None
+        if table is None or table.op != "embed" or table.outputs != atoms or reductions(expr) or node.outputs[0] not in self.entering:
+            return None
+        return table if self._only_in(atoms[0], self._tree(node), node) else None
 
     def _taker(self, node: Node, expr: Expr) -> Stacked | None:
         """The linear whose epilogue this map becomes."""

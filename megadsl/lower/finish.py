@@ -38,5 +38,5 @@ def side(instr: Instr) -> str:
     if instr.call in _SHARED:
         return BOTH
     if instr.call in ("publish", "keep"):
-        return MULTIPLY if instr.args["raw"] else FINISH
+        return MULTIPLY if instr.args["table"] else FINISH
     return FINISH if instr.call in _FINISHED else MULTIPLY

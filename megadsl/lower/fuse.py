@@ -143,7 +143,8 @@ class _Fuser:
         for node in self.spec.nodes:
             if node.op != "rope":
                 continue
-            rope = Rope(node.attrs["head_dim"], node.attrs["theta"], node.attrs["style"], node.attrs.get("scaling"))
+            attrs = node.attrs
+            rope = Rope(attrs["head_dim"], attrs["theta"], attrs["style"], attrs.get("scaling"), attrs.get("rotary_dim", 0))
             for source, out in zip(node.inputs, node.outputs, strict=True):
                 found[out] = rope
                 if self._rows(self._base(source)) is None:
@@ -157,6 +158,13 @@ class _Fuser:
         atom = self.made.atom(tensor)
         stack = self.made.stack_of(atom) if atom else None
         return stack if stack and stack.epilogue is None else None
+
+    def _logits(self, tensor: str) -> Stacked | None:
+        """The linear that ``tensor`` is rows of, or an expression over one of its rows alone."""
+        atom = self.made.atom(tensor)
+        stack = self.made.stack_of(atom) if atom else None
+        plain = stack is None or stack.epilogue is None or arg_names(stack.epilogue) == stack.node.outputs[:1] == stack.node.outputs
+        return stack if plain else None
 
     def _source(self, tensor: str) -> str:
         node = self.producer.get(tensor)
@@ -180,7 +188,7 @@ class _Fuser:
             node = self.producer.get(tensor)
             is_argmax = node is not None and node.op == "argmax"
             logits = node.inputs[0] if node is not None and is_argmax else tensor
-            rows = self._rows(logits)
+            rows = self._logits(logits)
             problem = self._sink_problem(logits, rows, found)
             if problem:
                 self.found.add(NOT_OUTPUT, node.span if node else self.spec.span, tensor=tensor, what=problem)
@@ -245,7 +253,7 @@ class _Fuser:
         match node.op:
             case "embed":
                 table = self.spec.tensors[node.inputs[1]]
-                return Embed(node.name, _weight(table), self.values[node.name], node.loop, node.span)
+                return Embed(node.name, _weight(table), self.values[node.name], node.loop, node.span, self.made.looked.get(node.name))
             case "linear":
                 return self._linear(node)
             case "attention":
@@ -385,6 +393,8 @@ class _Fuser:
             span=node.span,
             q_map=self._head_map(maps["q"]),
             k_map=self._head_map(maps["k"]),
+            window=node.attrs.get("window"),
+            softcap=node.attrs.get("softcap"),
         )
 
     def _head_map(self, node: Node | None) -> Fused | None:

@@ -56,13 +56,13 @@ def tile_registers(op: Linear, warps: int) -> int:
 
 def chunk_registers(op: Attention) -> int:
     """Registers of a thread that hold its part of 16 cached rows, keys and values."""
-    return 2 * op.head_dim * CHUNK_ROWS * 2 // (WARP_THREADS * REGISTER_BYTES)
+    return 2 * op.cache_dim * CHUNK_ROWS * 2 // (WARP_THREADS * REGISTER_BYTES)
 
 
 def _frees_stages(op: Attention, tokens: int, schedule: Schedule) -> bool:
     """Whether the warps' first chunks fill a stage. With more query rows than one tile has, polls and tiles take the registers."""
     stage = schedule.ring(schedule.op(op.name).loader).stage_bytes
-    return query_tiles(op, tokens) == 1 and schedule.consumer.warps * CHUNK_ROWS * op.head_dim * 4 >= stage
+    return query_tiles(op, tokens) == 1 and schedule.consumer.warps * CHUNK_ROWS * op.cache_dim * 4 >= stage
 
 
 def _spare(schedule: Schedule, machine: Machine, needed: int) -> int:

@@ -279,8 +279,8 @@ def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[s
             continue
         rows = op.heads // op.kv_heads * tokens
         yield [
-            (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.head_dim * 2),
-            (f"{op.name}.fresh", 16 * op.head_dim * 2 * 2),
+            (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.cache_dim * 2),
+            (f"{op.name}.fresh", 16 * op.cache_dim * 2 * 2),
             (f"{op.name}.scratch", parts_bytes(op, tokens, warps)),
         ]
 

@@ -70,7 +70,7 @@ def _placed(record: PackRecord, offset: int, stride: int) -> PackRecord:
 def _records(op: Op) -> list[PackRecord]:
     if isinstance(op, Embed):
         rows, columns = op.table.shape
-        source = PackSource(op.table.name, rows, "natural", 0)
+        source = PackSource(op.table.name, rows, "natural", 0, 0)
         return [_record(op.name, "table", [source], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
     if isinstance(op, Attention):
         return [_vector(head_vector_name(op, which, arg), ref) for which, arg, ref in head_vectors(op)]
@@ -93,15 +93,15 @@ def _bias(op: Linear, matrix: PackRecord) -> PackRecord:
 def _vector(name: str, ref: WeightRef) -> PackRecord:
     columns = ref.shape[0]
     length = round_up(columns, PANEL)
-    source = PackSource(ref.name, columns, "natural", 0)
+    source = PackSource(ref.name, columns, "natural", 0, 0)
     return _record(name, "vector", [source], ref.per_layer, 1, columns, length, length, length * 2)
 
 
-def _order(part: Part) -> tuple[str, int]:
+def _order(part: Part) -> tuple[str, int, int]:
     rope: Rope | None = part.rope
     if rope is None:
-        return "natural", 0
-    return ("pairs_half" if rope.style == "half" else "natural"), rope.head_dim
+        return "natural", 0, 0
+    return ("pairs_half" if rope.paired else "natural"), rope.head_dim, rope.paired
 
 
 def _record(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megadsl.diagnostics import MegadslError, collecting
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
-from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
@@ -62,9 +62,18 @@ class Lowering:
 
 def _fuse(state: Lowering) -> None:
     infer(state.spec)
-    state.graph = fuse(state.spec)
+    state.graph = _whole_windows(fuse(state.spec), state.max_kv)
     verify_graph(state.graph)
     check_graph(state.graph)
+
+
+def _whole_windows(graph: Graph, max_kv: int) -> Graph:
+    """A window that holds all of the cache is none: such a kernel need not look where it begins."""
+
+    def whole(op: Op) -> Op:
+        return replace(op, window=None) if isinstance(op, Attention) and op.window is not None and op.window >= max_kv else op
+
+    return replace(graph, ops=tuple(whole(op) for op in graph.ops))
 
 
 def _schedule(state: Lowering) -> None:
@@ -166,7 +175,7 @@ def _stage_records(graph: Graph) -> list[StageRecord]:
             found.append(StageRecord(op.name, tiles.tile_bytes, f"bf16 tile {GROUP_ROWS}x{tiles.tile_columns}"))
             found.extend(StageRecord(f"{op.name}.{arg}", 2 * op.columns, "bf16 vector") for arg, _ in vectors(op))
         elif isinstance(op, Attention):
-            found.append(StageRecord(op.name, 64 * op.head_dim, "bf16 KV rows, 16 to a chunk"))
+            found.append(StageRecord(op.name, 64 * op.cache_dim, "bf16 KV rows, 16 to a chunk"))
     return found
 
 

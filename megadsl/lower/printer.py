@@ -72,6 +72,8 @@ def _op(op: Op) -> Iterator[str]:
         case Embed():
             yield f"embed {op.name} -> {op.out}"
             yield f"table {_ref(op.table)}"
+            if op.expr is not None:
+                yield f"rows {to_text(op.expr)}"
         case Linear():
             yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
             yield f"prologue {_fused(op.prologue)}"
@@ -84,6 +86,10 @@ def _op(op: Op) -> Iterator[str]:
                 yield f"epilogue {_fused(op.epilogue)}"
         case Attention():
             yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
+            if op.window is not None:
+                yield f"over a window of {op.window} rows"
+            if op.softcap is not None:
+                yield f"scores capped at {op.softcap:g}"
             yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
             yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
 
@@ -103,4 +109,5 @@ def _rope(rope: Rope | None) -> str:
     if rope is None:
         return ""
     scaling = f" {rope.scaling.kind} scaling by {rope.scaling.factor:g}" if rope.scaling else ""
-    return f" rope {rope.style} head_dim={rope.head_dim} theta={rope.theta:g}{scaling}"
+    part = f" rotary_dim={rope.rotary_dim}" if rope.rotary_dim != rope.head_dim else ""
+    return f" rope {rope.style} head_dim={rope.head_dim}{part} theta={rope.theta:g}{scaling}"

@@ -133,7 +133,8 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     into = Region("exchange", value, exchange.level, round_)
     alone = stages_alone(builder, op)
     syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and not finishers(builder.schedule) else ()
-    args |= {"solo": alone, "raw": isinstance(op, Embed)}  # raw: bits as they lie in a table, rather than results of conversions
+    # table: rows of one, which those who multiply publish; raw: its bits as they lie there, rather than results of conversions
+    args |= {"solo": alone, "table": isinstance(op, Embed), "raw": isinstance(op, Embed) and op.expr is None}
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
 
 
@@ -169,7 +170,8 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
 def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
     if value in kept_locally(builder.graph, builder.schedule):
         kept = Region("smem", f"kept.{value}", Level.BLOCK)
-        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args={"value": value, "raw": isinstance(op, Embed)})
+        args = {"value": value, "table": isinstance(op, Embed)}
+        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args=args)
 
 
 def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:

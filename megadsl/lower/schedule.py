@@ -387,7 +387,7 @@ def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str,
             needs.append((f"a weight tile of {op.name}", tile_bytes(op)))
             needs.extend((f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value"))
         elif isinstance(op, Attention):
-            needs.append((f"a KV chunk of {op.name}", KV_CHUNK * op.head_dim))
+            needs.append((f"a KV chunk of {op.name}", KV_CHUNK * op.cache_dim))
     return needs
 
 

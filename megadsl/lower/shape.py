@@ -43,7 +43,7 @@ def divisor_inverse(divisor: int) -> int:
 
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
     """Bytes from one KV head to the next and from one layer to the next."""
-    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.head_dim * 2 * 2
+    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.cache_dim * 2 * 2
     return head, head * op.kv_heads
 
 
@@ -137,12 +137,17 @@ def _vector(packed: Packed, name: str) -> Record:
     return Record("mk::VectorShape", ident(name), (vector.offset // OFFSET_UNIT, vector.layer_stride // OFFSET_UNIT, vector.bytes))
 
 
+def _score_scale(op: Attention) -> float:
+    """What a score is multiplied by: into the log2 domain, or as the argument of a soft cap."""
+    return op.scale * LOG2_E if op.softcap is None else op.scale / op.softcap
+
+
 def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory, kv_at: int) -> list[Record]:
     how = schedule.op(op.name)
     head, layer = kv_strides(op, schedule.max_kv)
     words = (
         kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin,
-        op.k.begin, op.v.begin, float_bits(op.scale * LOG2_E), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
+        op.k.begin, op.v.begin, float_bits(_score_scale(op)), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),
         memory.offset(f"{op.name}.fresh"), op.heads // op.kv_heads * graph.tokens, schedule.max_kv, divisor_inverse(how.splits),
     )  # fmt: skip
     share = sharing(op, op.heads * op.head_dim, schedule)

@@ -32,10 +32,11 @@ def _stages(op: Op, graph: Graph, schedule: Schedule) -> int:
     how = schedule.op(op.name)
     stage = schedule.ring(how.loader).stage_bytes
     if isinstance(op, Attention):
-        chunks = ceil_div(ceil_div(schedule.max_kv, CHUNK_ROWS), how.splits)
+        rows = schedule.max_kv if op.window is None else min(schedule.max_kv, op.window + CHUNK_ROWS)
+        chunks = ceil_div(ceil_div(rows, CHUNK_ROWS), how.splits)
         tiles = ceil_div(op.heads // op.kv_heads * graph.tokens, CHUNK_ROWS)
         units = ceil_div(op.kv_heads * how.splits, schedule.blocks)
-        return units * ceil_div(tiles, schedule.consumer.warps) * (1 + ceil_div(chunks, stage // (CHUNK_ROWS * op.head_dim * 4)))
+        return units * ceil_div(tiles, schedule.consumer.warps) * (1 + ceil_div(chunks, stage // (CHUNK_ROWS * op.cache_dim * 4)))
     tiles_of = tiling(op)
     shares, offset = part_shares(op, schedule)
     rows = largest_share(shares, schedule.blocks, offset) * tiles_of.fold

@@ -26,6 +26,13 @@ GQA_RATIO = declare(
 )
 
 
+WINDOW = declare(
+    "MK254",
+    "attention {name!r}: a window of {window} rows is shorter than a step of {tokens} tokens",
+    "compile for at most {window} tokens a step, or give a longer window",
+)
+
+
 def _append(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[Outline, ...]:
     k, v, cache = inputs
     kv_heads, head_dim = cache.shape
@@ -51,6 +58,9 @@ def _attention(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tupl
     check_head_dim(node, head_dim, found)
     if heads < kv_heads or heads % kv_heads:
         found.add(GQA_RATIO, node.span, name=node.name, heads=heads, kv_heads=kv_heads)
+    window = node.attrs.get("window")
+    if window is not None and window < q.shape[0]:
+        found.add(WINDOW, node.span, name=node.name, window=window, tokens=q.shape[0])
     if q.shape[-1] != heads * head_dim:
         found.add(
             Q_FEATURES,
@@ -71,12 +81,12 @@ ATTENTION = Family("attention", _attention)
 
 def kv_row_bytes(op: graph.Attention) -> int:
     """Bytes of one cached token in one layer: K and V of all KV heads."""
-    return 2 * op.kv_heads * op.head_dim * DType.BF16.bytes
+    return 2 * op.kv_heads * op.cache_dim * DType.BF16.bytes
 
 
 def cost(op: graph.Attention, tokens: int, kv_len: int) -> Cost:
-    """Old KV rows are read once, new ones written once; scores and products over old and new rows; vectors of maps once."""
-    rows = kv_len + tokens
+    """Old KV rows that are seen are read once, new ones written once; scores and products over both; vectors of maps once."""
+    rows = (kv_len if op.window is None else min(kv_len, op.window - 1)) + tokens
     features = (op.heads * 2 + op.kv_heads * 2) * op.head_dim  # q, out; k, v
     vectors = sum(ref.shape[0] for _, fused in op.maps for _, ref in fused.args if isinstance(ref, graph.WeightRef))
     return Cost(

@@ -6,7 +6,7 @@ from megadsl.diagnostics import Collector, declare
 from megadsl.ir.spec import Node, Tensor
 from megadsl.ops.base import Family, Outline, shape_text
 from megadsl.ops.map import MAP_NO_ACTIVATION, MAP_OPERAND, is_operand
-from megadsl.ops.rope import check_head_dim
+from megadsl.ops.rope import MAPPED_DIMS, check_head_dim
 from megadsl.types import Lifetime
 
 ONE_ACTIVATION = declare(
@@ -35,7 +35,7 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
     if len(activations) > 1:
         names = ", ".join(t.name for t in activations)
         found.add(ONE_ACTIVATION, node.span, name=node.name, head_dim=head_dim, count=len(activations), tensors=names)
-    known = check_head_dim(node, head_dim, found)
+    known = check_head_dim(node, head_dim, found, MAPPED_DIMS)
     for t in inputs:
         if not is_operand(t):
             found.add(MAP_OPERAND, node.span, name=node.name, tensor=t.name, shape=shape_text(t.shape))

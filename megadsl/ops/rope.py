@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megadsl.diagnostics import Collector, declare
@@ -19,11 +19,18 @@ ROPE_FEATURES = declare(
     "rope: {tensor!r} of shape {shape} does not hold whole heads of {head_dim} features",
     "give head_dim= the width of one head; features must be heads * head_dim",
 )
-HEAD_DIM = declare("MK120", "{name}: head_dim {head_dim} is not supported", "use a head dimension of 64 or 128")
+HEAD_DIM = declare("MK120", "{name}: head_dim {head_dim} is not supported", "use a head dimension of {known}")
 SCALING_KIND = declare("MK252", "rope: unknown scaling {scaling}", "use a rope_type of these, or none: {known}")
 SCALING_FIELD = declare("MK253", "rope: scaling {kind!r} needs {field}, a number above 0, and has {value}", "give {field} in scaling=")
+ROTARY_DIM = declare(
+    "MK255",
+    "rope: rotary_dim = {rotary_dim!r} of heads of {head_dim} features",
+    "rotate a multiple of {unit} of them, at most {head_dim}",
+)
+ROTARY_UNIT = 8  # features of a head that a lane maps and rotates together
 STYLES = ("half", "interleaved")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = tuple(range(64, 256 + 1, 16))  # whole steps of the products; a chunk of 16 rows is at most a ring's stage
+MAPPED_DIMS = (64, 128, 256)  # a power of two of units, so that a head's lanes reduce among themselves
 
 
 # Fields of a scaling by its kind, as config.json spells them and as RopeScaling does.
@@ -64,11 +71,16 @@ def rope_scaling(given: object, found: Collector, span: Span) -> RopeScaling | N
     return RopeScaling(kind, **fields)
 
 
-def check_head_dim(node: Node, head_dim: int, found: Collector) -> bool:
+def dims_text(dims: Sequence[int]) -> str:
+    """Head dimensions in words."""
+    return "a multiple of 16 from 64 to 256" if dims == HEAD_DIMS else " or ".join(map(str, dims))
+
+
+def check_head_dim(node: Node, head_dim: int, found: Collector, dims: Sequence[int] = HEAD_DIMS) -> bool:
     """Whether the head dimension is one the kernels are written for; MK120 when not."""
-    if head_dim in HEAD_DIMS:
+    if head_dim in dims:
         return True
-    found.add(HEAD_DIM, node.span, name=node.name, head_dim=head_dim)
+    found.add(HEAD_DIM, node.span, name=node.name, head_dim=head_dim, known=dims_text(dims))
     return False
 
 
@@ -76,6 +88,9 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
     head_dim = node.attrs["head_dim"]
     if node.attrs["style"] not in STYLES:
         found.add(ROPE_STYLE, node.span, style=node.attrs["style"])
+    rotary = node.attrs.get("rotary_dim", head_dim)
+    if not isinstance(rotary, int) or isinstance(rotary, bool) or not 0 < rotary <= head_dim or rotary % ROTARY_UNIT:
+        found.add(ROTARY_DIM, node.span, rotary_dim=rotary, head_dim=head_dim, unit=ROTARY_UNIT)
     if check_head_dim(node, head_dim, found):
         for t in inputs:
             if len(t.shape) != 2 or t.shape[1] % head_dim:

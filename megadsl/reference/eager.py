@@ -32,7 +32,9 @@ class EagerArithmetic:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         return meaning.rope(x, cos, sin, style).bfloat16()
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+        if softcap is not None:  # torch's fused operator has none
+            return meaning.attention(q, keys, values, visible, scale, meaning.round_bf16, softcap).bfloat16()
         group = q.shape[1] // keys.shape[0]
         keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
         out = functional.scaled_dot_product_attention(q.transpose(0, 1)[None], keys[None], values[None], attn_mask=visible, scale=scale)

@@ -100,18 +100,20 @@ def rope_table(positions: Tensor, frequencies: Sequence[float]) -> tuple[Tensor,
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """Rotates each head of ``x`` (n, heads, D) by the angles of its token (n, D / 2); fp32.
+    """Rotates the first R features of each head of ``x`` (n, heads, D) by the angles of its token (n, R / 2); fp32.
 
-    ``style`` "half" rotates the pairs (i, i + D / 2), "interleaved" the pairs (2 i, 2 i + 1).
+    ``style`` "half" rotates the pairs (i, i + R / 2), "interleaved" the pairs (2 i, 2 i + 1).
     """
-    pairs = x.float()
+    turned = 2 * cos.shape[-1]
+    pairs, rest = x.float()[..., :turned], x.float()[..., turned:]
     cos, sin = cos[:, None], sin[:, None]
     if style == "half":
         first, second = pairs.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
     if style == "interleaved":
         first, second = pairs[..., 0::2], pairs[..., 1::2]
-        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        both = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        return torch.cat((both, rest), dim=-1)
     raise ValueError(f"rope style is 'half' or 'interleaved', not {style!r}")
 
 
@@ -130,17 +132,33 @@ def visible_rows(kv_len: int, ancestors: Sequence[int], device: torch.device | s
     return torch.cat((torch.ones(n, kv_len, dtype=torch.bool, device=device), new), dim=1)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, rounding: Rounding | None = None) -> Tensor:
+def windowed(visible: Tensor, window: int) -> Tensor:
+    """Of the rows that each token sees, (n, rows), the newest ``window``."""
+    return visible & (visible.flip(-1).cumsum(-1).flip(-1) <= window)
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    rounding: Rounding | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """softmax(scale * q . keys) @ values over visible rows, fp32 (n, heads, D).
 
     ``q`` is (n, heads, D), ``keys`` and ``values`` (kv_heads, R, D), ``visible`` bool (n, R) with at least one row set per
     token. Query head h reads KV head h // (heads / kv_heads). ``rounding`` applies to exp(score - greatest score), the
-    left operand of the second product; the denominator sums the unrounded values.
+    left operand of the second product; the denominator sums the unrounded values. With ``softcap`` a scaled score s counts as
+    softcap * tanh(s / softcap).
     """
     n, heads, head_dim = q.shape
     kv_heads = keys.shape[0]
     grouped = q.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads, n, head_dim)
     scores = scale * (grouped @ keys.float()[:, None].transpose(-1, -2))
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, -math.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     total = weights.sum(-1, keepdim=True)

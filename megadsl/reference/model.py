@@ -39,7 +39,7 @@ class Arithmetic(Protocol):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         """A rotation, see meaning.rope."""
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Attention, see meaning.attention."""
 
 
@@ -65,8 +65,8 @@ class Fp32Arithmetic:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         return meaning.rope(x, cos, sin, style)
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
-        return meaning.attention(q, keys, values, visible, scale, self._rounding)
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+        return meaning.attention(q, keys, values, visible, scale, self._rounding, softcap)
 
 
 class GraphModel:
@@ -147,7 +147,13 @@ class GraphModel:
     def _run(self, op: Op, layer: int, run: _Step) -> None:
         match op:
             case Embed():
-                self._put(op.out, layer, meaning.embed(self._weight(op.table, layer), run.token_ids), run)
+                rows = meaning.embed(self._weight(op.table, layer), run.token_ids)
+                self._put(
+                    op.out,
+                    layer,
+                    rows if op.expr is None else self._arithmetic.evaluate(op.expr, {"x": rows}, (len(rows), rows.shape[1])),
+                    run,
+                )
             case Linear():
                 self._linear(op, layer, run)
             case Attention():
@@ -222,7 +228,8 @@ class GraphModel:
         meaning.append(values, heads(op.v), self.kv_len)
         rows = run.visible.shape[1]
         q = self._mapped(op, "q", heads(op.q), layer, run)
-        out = self._arithmetic.attention(q, keys[:, :rows], values[:, :rows], run.visible, op.scale)
+        visible = run.visible if op.window is None else meaning.windowed(run.visible, op.window)
+        out = self._arithmetic.attention(q, keys[:, :rows], values[:, :rows], visible, op.scale, op.softcap)
         self._put(op.out, layer, out.flatten(1), run)
 
 

@@ -105,11 +105,13 @@ class PlainModel:
                 self._tables[rope] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             else:
                 self._tables[rope] = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+            rest = (0, rope.head_dim - rope.rotary_dim)
+            self._tables[rope] = functional.pad(self._tables[rope][0], rest, value=1.0), functional.pad(self._tables[rope][1], rest)
         return _table_name(rope)
 
 
 def _table_name(rope: Rope) -> str:
-    return f"rope {rope.head_dim} {rope.theta} {rope.style} {rope.scaling} "
+    return f"rope {rope.head_dim} {rope.theta} {rope.style} {rope.scaling} {rope.rotary_dim} "
 
 
 class _Builder:
@@ -157,8 +159,11 @@ class _Builder:
         table, ids = self._model.weight(op.table, layer), self._model.ids
         (name,) = self._define(op.out, [(0, table.shape[1])])
 
+        looked: Term = lambda values: functional.embedding(ids, table)  # noqa: E731
+        term = looked if op.expr is None else plain_term(op.expr, {"x": looked}, (self._model.count, table.shape[1]))
+
         def run(values: Values) -> None:
-            values[name] = values["result"] = functional.embedding(ids, table)
+            values[name] = values["result"] = term(values)
 
         return run
 
@@ -254,15 +259,16 @@ def _cut(name: str, begin: int, end: int, size: int) -> Term:
 
 
 def _rotation(table: str, rope: Rope) -> Callable[[Tensor, Values], Tensor]:
-    dim, half, style = rope.head_dim, rope.head_dim // 2, rope.style
+    dim, rotary, style = rope.head_dim, rope.rotary_dim, rope.style
     cos, sin = table + "cos", table + "sin"
 
     def rotate(x: Tensor, values: Values) -> Tensor:
         heads = x.unflatten(-1, (-1, dim))
         if style == "half":
-            other = heads.roll(half, -1)
+            other = heads[..., :rotary].roll(rotary // 2, -1)
+            other = other if rotary == dim else torch.cat((other, heads[..., rotary:]), -1)
         else:
-            other = heads.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+            other = heads.unflatten(-1, (dim // 2, 2)).flip(-1).flatten(-2)
         turned: Tensor = (heads * values[cos][:, None] + other * values[sin][:, None]).bfloat16()
         return turned.flatten(1)
 
@@ -272,22 +278,27 @@ def _rotation(table: str, rope: Rope) -> Callable[[Tensor, Values], Tensor]:
 def _attend(form: str, op: Attention, count: int, rows: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention of q (1, heads, count, D) over k and v (1, kv_heads, rows, D)."""
     scale, kv_heads, group = op.scale, op.kv_heads, op.heads // op.kv_heads
-    if form == "gqa":
+    hides = op.window is not None and op.window < rows  # the form takes no mask: then it is as "grouped"
+    if form == "gqa" and not hides and op.softcap is None:
         bias = causal_lower_right(count, rows) if count > 1 else None
         return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=group > 1)
     # the query heads of a KV head become its query rows
-    mask = None if count == 1 else meaning.visible_rows(rows - count, [(2 << t) - 1 for t in range(count)], device).repeat(group, 1)
+    seen = meaning.visible_rows(rows - count, [(2 << t) - 1 for t in range(count)], device)
+    seen = seen if op.window is None else meaning.windowed(seen, op.window)
+    mask = None if bool(seen.all()) else seen.repeat(group, 1)
 
     def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
     def by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)).float() * scale
+        if op.softcap is not None:
+            scores = op.softcap * (scores / op.softcap).tanh()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         return scores.softmax(-1).bfloat16() @ v
 
-    inner = by_sdpa if form == "grouped" else by_matmul
+    inner = by_matmul if form == "matmul" or op.softcap is not None else by_sdpa
 
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Any:
         out = inner(q.reshape(1, kv_heads, group * count, -1), k, v)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from megadsl.diagnostics import Collector, collecting, declare, error
-from megadsl.dsl.checkpoints import rope_fields
+from megadsl.dsl.checkpoints import rope_fields, rotated_part
 from megadsl.ir.graph import Graph, Linear
 from megadsl.ops.rope import rope_scaling
 from megadsl.runtime.control import ADVANCE, CHOSEN, MOST_STOP_IDS, NEXT_IDS, STEPS_MADE
@@ -316,10 +316,13 @@ def check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
     theta, scaling = (source.file.config["rope_theta"], None) if isinstance(source, GgufSource) else rope_fields(source.config)
     found = Collector()
     trained = rope_scaling(scaling, found, UNKNOWN)
-    if spec.theta != theta or spec.scaling != trained or found.found:
+    rotary = spec.head_dim if isinstance(source, GgufSource) else int(spec.head_dim * rotated_part(source.config))
+    if spec.theta != theta or spec.scaling != trained or spec.rotary_dim != rotary or found.found:
         own = None if spec.scaling is None else asdict(spec.scaling)
-        raise error(THETA, spec=_rotation(spec.theta, own), checkpoint=_rotation(theta, scaling))
+        parts = (None, None) if spec.rotary_dim == rotary else (spec.rotary_dim, rotary)
+        raise error(THETA, spec=_rotation(spec.theta, own, parts[0]), checkpoint=_rotation(theta, scaling, parts[1]))
 
 
-def _rotation(theta: float, scaling: object) -> str:
-    return f"theta={theta:g}" + (f", scaling={scaling}" if scaling is not None else "")
+def _rotation(theta: float, scaling: object, rotary_dim: int | None) -> str:
+    scaled = f", scaling={scaling}" if scaling is not None else ""
+    return f"theta={theta:g}{scaled}" + (f", rotary_dim={rotary_dim}" if rotary_dim is not None else "")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from megadsl.ir.graph import Rope, RopeScaling
 from megadsl.runtime.pack import pair_order
@@ -13,6 +14,7 @@ from megadsl.types import ceil_div
 
 _ROWS = 16  # rows of a chunk
 _ELEMENT = 2  # bytes of bf16
+_PANEL = 32  # features: a head takes room for whole panels
 
 
 class KvCache:
@@ -27,13 +29,14 @@ class KvCache:
         self.kv_heads: int = kv["kv_heads"]
         self.head_dim: int = kv["head_dim"]
         self.max_kv: int = manifest["max_kv"]
-        part = _ROWS * self.head_dim
+        self._panels = ceil_div(self.head_dim, _PANEL)
+        part = _ROWS * self._panels * _PANEL
         chunks = ceil_div(self.max_kv, _ROWS)
         strides = (kv["layer_stride"] // _ELEMENT, kv["head_stride"] // _ELEMENT, 2 * part, part, 1)
         shape = (manifest["layers"], self.kv_heads, chunks, 2, part)
         self._chunks = arena.view(torch.bfloat16).as_strided(shape, strides)
         rope = manifest["rope"]
-        self._paired = rope is not None and rope["style"] == "half"
+        self._paired = 0 if rope is None else rope_of(rope).paired
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int = 0) -> None:
         """Put k and v, each (kv_heads, n, head_dim), at rows [start, start + n). K is rotated already, features in model order."""
@@ -52,33 +55,36 @@ class KvCache:
     def _order(self, k: torch.Tensor, inverse: bool) -> torch.Tensor:
         if not self._paired:
             return k
-        return k[..., pair_order(self.head_dim, self.head_dim, inverse).to(k.device)]
+        return k[..., pair_order(self.head_dim, self.head_dim, inverse, self._paired).to(k.device)]
 
     def _views(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Chunks [begin, end) as k (heads, chunk, half, row, dim/32, 32) and v (heads, chunk, half, q, e, pair, jj, g)."""
         span = self._chunks[layer, :, begin:end]
-        blocks = self.head_dim // 32
-        k = span[:, :, 0].unflatten(-1, (2, blocks, 8, 32)).permute(0, 1, 2, 4, 3, 5)
-        v = span[:, :, 1].unflatten(-1, (2 * blocks, 8, 4, 2, 2, 2)).permute(0, 1, 6, 4, 7, 2, 5, 3)
+        k = span[:, :, 0].unflatten(-1, (2, self._panels, 8, _PANEL)).permute(0, 1, 2, 4, 3, 5)
+        v = span[:, :, 1].unflatten(-1, (2 * self._panels, 8, 4, 2, 2, 2)).permute(0, 1, 6, 4, 7, 2, 5, 3)
         return k, v
 
     def _natural(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self.kv_heads, (end - begin) * _ROWS, self.head_dim)
-        k, v = (view.reshape(shape) for view in self._views(layer, begin, end))
+        shape = (self.kv_heads, (end - begin) * _ROWS, self._panels * _PANEL)
+        k, v = (view.reshape(shape)[..., : self.head_dim] for view in self._views(layer, begin, end))
         return k.clone(), v.clone()
 
     def _store(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         for view, plain in zip(self._views(layer, begin, begin + keys.shape[1] // _ROWS), (keys, values), strict=True):
-            view.copy_(plain.view(view.shape))
+            view.copy_(functional.pad(plain, (0, self._panels * _PANEL - self.head_dim)).view(view.shape))
 
 
 def rope_of(record: Mapping[str, Any]) -> Rope:
     """The rotation in a manifest."""
     scaling = record["scaling"]
-    return Rope(record["head_dim"], record["theta"], record["style"], None if scaling is None else RopeScaling(**scaling))
+    scaled = None if scaling is None else RopeScaling(**scaling)
+    return Rope(record["head_dim"], record["theta"], record["style"], scaled, record["rotary_dim"])
 
 
 def rope_table(rope: Rope, rows: int) -> torch.Tensor:
-    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64."""
-    angle = torch.arange(rows, dtype=torch.float64)[:, None] * torch.tensor(rope.frequencies, dtype=torch.float64)
+    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64. Pairs that are not
+    rotated have the angle 0, so that the kernel knows of whole heads only."""
+    frequencies = torch.zeros(rope.head_dim // 2, dtype=torch.float64)
+    frequencies[: rope.rotary_dim // 2] = torch.tensor(rope.frequencies, dtype=torch.float64)
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequencies
     return torch.stack((angle.cos(), angle.sin()), -1).to(torch.float32)

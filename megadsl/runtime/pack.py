@@ -159,17 +159,19 @@ def _unstacked(record: Record, stacked: torch.Tensor, rows: list[int]) -> list[t
 def _in_order(rows: torch.Tensor, spec: Record, inverse: bool = False) -> torch.Tensor:
     if spec["order"] == "natural":
         return rows
-    return rows[pair_order(spec["rows"], spec["head_dim"], inverse).to(rows.device)]
+    return rows[pair_order(spec["rows"], spec["head_dim"], inverse, spec["rotary_dim"]).to(rows.device)]
 
 
-def pair_order(rows: int, head_dim: int, inverse: bool = False) -> torch.Tensor:
-    """Row indices (int64, ``rows``) that bring rope pairs together: per head of D rows 0, D/2, 1, D/2 + 1, ...
+def pair_order(rows: int, head_dim: int, inverse: bool = False, rotary_dim: int = 0) -> torch.Tensor:
+    """Row indices (int64, ``rows``) that bring rope pairs together: per head of D rows 0, R/2, 1, R/2 + 1, ..., then R, R + 1, ...
 
-    With ``inverse``, the indices that undo it.
+    R is ``rotary_dim``, or D without one. With ``inverse``, the indices that undo it.
     """
+    turned = rotary_dim or head_dim
     grid = torch.arange(rows).view(-1, head_dim)
-    split = grid.view(-1, head_dim // 2, 2) if inverse else grid.view(-1, 2, head_dim // 2)
-    return split.transpose(1, 2).reshape(-1)
+    first = grid[:, :turned]
+    split = first.unflatten(1, (turned // 2, 2)) if inverse else first.unflatten(1, (2, turned // 2))
+    return torch.cat((split.transpose(1, 2).flatten(1), grid[:, turned:]), 1).flatten()
 
 
 def _vector(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:

@@ -30,13 +30,14 @@ SINGLE = "model.safetensors"
 
 
 def open_files(folder: Path) -> Mapping[str, Any]:
-    """The open file of each tensor, by the tensor's name.
+    """The open file of each tensor, by the tensor's name. Of a tensor that several files have, the one that the index names.
 
     MK400 without the package, MK474 when there are no files; all at once MK475 for each that is missing, MK476 for what is damaged.
     """
     if safetensors is None:
         raise error(PACKAGE_MISSING, what="reading safetensors", package="safetensors")
     listed = _listed(folder)
+    places = {tensor: name for name, tensors in listed.items() for tensor in tensors}
     found: dict[str, Any] = {}
     with collecting() as findings:
         for name, tensors in listed.items():
@@ -44,7 +45,8 @@ def open_files(folder: Path) -> Mapping[str, Any]:
             if not path.is_file():
                 findings.add(FILE_ABSENT, path=path, index=INDEX, count=len(tensors))
             else:
-                found.update(_open(path, tensors, findings))
+                opened = _open(path, tensors, findings)
+                found.update({tensor: file for tensor, file in opened.items() if places.get(tensor, name) == name})
     return found
 
 
@@ -53,7 +55,7 @@ def _listed(folder: Path) -> dict[str, list[str]]:
     index = folder / INDEX
     if index.is_file():
         try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            places = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)["weight_map"]
             files: dict[str, list[str]] = {}
             for tensor, name in places.items():
                 files.setdefault(name, []).append(tensor)
@@ -64,6 +66,16 @@ def _listed(folder: Path) -> dict[str, list[str]]:
         others = sorted(p.name for p in folder.glob("*.bin"))
         raise error(NO_FILES, path=folder, index=INDEX, other=f" (it has {others[0]}, which is not read)" if others else "")
     return {SINGLE: []}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which no key may be there twice: json would take the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
 
 
 def _open(path: Path, promised: list[str], found: Collector) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megadsl.diagnostics import collecting, declare
-from megadsl.dsl.checkpoints import raw_config
+from megadsl.dsl.checkpoints import raw_config, stacked_rows
 from megadsl.runtime.gguf import GgufFile, read_gguf
 from megadsl.runtime.safetensors import open_files
 
@@ -116,20 +116,38 @@ class SafetensorsSource(WeightSource):
         self.folder = folder
         self.config = raw_config(folder)
         self.files = open_files(folder)
+        self._rows = self._parts()  # of a tensor that holds several of the spec's
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self.files.items()}
+        split = {stored for stored, _, _ in self._rows.values()}
+        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self.files.items()}
+        parts = {name: (end - begin, *found[stored][1:]) for name, (stored, begin, end) in self._rows.items()}
+        return {**{name: shape for name, shape in found.items() if name not in split}, **parts}
 
     def load(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self.files[name].get_tensor(name)
-        return tensor.to(torch.bfloat16)
+        stored, begin, end = self._rows.get(name, (name, 0, None))
+        tensor: torch.Tensor = self.files[stored].get_tensor(stored)
+        return tensor[begin:end].to(torch.bfloat16)
 
     def unreadable(self, name: str) -> str | None:
-        dtype = str(self.files[name].get_slice(name).get_dtype())
+        stored = self._rows.get(name, (name,))[0]
+        dtype = str(self.files[stored].get_slice(stored).get_dtype())
         return None if dtype in ("BF16", "F16", "F32", "F64") else dtype
 
     def alias(self, name: str) -> bool:
         return name == HEAD and bool(self.config.get("tie_word_embeddings"))
+
+    def _parts(self) -> dict[str, tuple[str, int, int]]:
+        """Where each part of a stacked tensor is: (tensor, first row, end). One of another size stays whole, and is refused as that."""
+        found: dict[str, tuple[str, int, int]] = {}
+        for stacked, rows in stacked_rows(self.config).items():
+            for stored, file in self.files.items():
+                if f".{stacked}." in stored and file.get_slice(stored).get_shape()[0] == sum(rows.values()):
+                    begin = 0
+                    for name, count in rows.items():
+                        found[stored.replace(f".{stacked}.", f".{name}.")] = (stored, begin, begin + count)
+                        begin += count
+        return found
 
 
 class TensorSource(WeightSource):

@@ -9,6 +9,7 @@
 // of the chunk they go to, so the append needs no fence against the bulk copy.
 #pragma once
 #include "megadsl/block.h"
+#include "megadsl/window.h"
 
 namespace mk {
 
@@ -32,14 +33,25 @@ struct AttentionShape {
   MK_DEV Divisor divisor() const { return {u32(splits), u32(splits_inverse)}; }
 };
 
-template <u32 kHeadDim_, class B>
+// kWindow: how many rows a token sees, its own included; 0 for all.
+template <u32 kHeadDim_, class B, u32 kWindow_ = 0, class Score_ = PlainScore>
 struct AttentionTiling {
+  using Score = Score_;
+  static constexpr u32 kWindow = kWindow_;
   static constexpr u32 kHeadDim = kHeadDim_;
-  static constexpr u32 kPanels = kHeadDim / kPanel;
-  static constexpr u32 kChunkBytes = kChunkRows * kHeadDim * 2 * 2;
+  static_assert(kHeadDim % 16 == 0, "a step of the second product takes 16 features");
+  static constexpr u32 kPanels = ceil_div(kHeadDim, kPanel);
+  static constexpr u32 kChunkBytes = kChunkRows * kPanels * kPanel * 2 * 2;
   static constexpr u32 kKeyBytes = kChunkBytes / 2;
   static constexpr u32 kVectors = kHeadDim / 4 + 1;  // fp32 vectors per query row of a partial: D values, then {max, sum}
   static constexpr u32 kPartFloats = kHeadDim + 4;
+
+  // A lane's 16 bytes of a panel. A head may end in the middle of its last panel: what lies behind it is anything, and counts as zeros.
+  MK_DEV static u32x4 load_panel(smem_ptr<char> at, u32 panel, u32 lane) {
+    const u32x4 x = ptx::ld_shared<u32x4>(at.template at<u32x4>(0));
+    const bool ends = kHeadDim % kPanel != 0 && panel + 1 == kPanels && lane % 4 * kGroupRows >= kHeadDim % kPanel;
+    return ends ? u32x4{0, 0, 0, 0} : x;
+  }
 };
 
 constexpr float kNoMaximum = -1.0e30f;  // finite, so that tag bits cannot turn it into a NaN
@@ -51,13 +63,14 @@ struct Unit {
 };
 
 // Splits differ by one chunk at most, this step's rows counted as one; the last one has the last of the older chunks in any case,
-// for that is where its rows go. Loader and consumers call it alike.
-MK_DEV Unit attention_unit(const Divisor& splits, u32 unit, u32 kv_len) {
+// for that is where its rows go. With a window the chunks are those that the step's first token sees. Loader and consumers call it alike.
+MK_DEV Unit attention_unit(const Divisor& splits, u32 unit, u32 kv_len, u32 window = 0) {
+  const u32 skipped = window == 0 ? 0 : window_begin(kv_len, window, 1) / kChunkRows;
   const u32 head = splits.divide_any(unit), split = unit - head * splits.value;
-  const u32 chunks = ceil_div(kv_len, kChunkRows), last = max_u32(chunks, 1) - 1, before = (chunks + 1) * split;
+  const u32 chunks = ceil_div(kv_len, kChunkRows) - skipped, last = max_u32(chunks, 1) - 1, before = (chunks + 1) * split;
   const bool fresh = split + 1 == splits.value;
   const u32 begin = splits.divide_any(before), end = splits.divide_any(before + chunks + 1);
-  return {head, split, min_u32(begin, last), fresh ? chunks : min_u32(end, last), fresh};
+  return {head, split, skipped + min_u32(begin, last), skipped + (fresh ? chunks : min_u32(end, last)), fresh};
 }
 
 MK_DEV char* cache_chunk(const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 chunk, u32 chunk_bytes) {
@@ -80,7 +93,7 @@ struct LyingChunk {
   smem_ptr<char> at;
   u32 lane;
   MK_DEV u32x4 keys(u32 half, u32 panel) const {
-    return ptx::ld_shared<u32x4>(at.template at<u32x4>(((half * T::kPanels + panel) * 8 + lane / 4) * 64 + lane % 4 * 16));
+    return T::load_panel(at.template at<char>(((half * T::kPanels + panel) * 8 + lane / 4) * 64 + lane % 4 * 16), panel, lane);
   }
   MK_DEV u32x4 values(u32 pair) const {
     return ptx::ld_shared<u32x4>(at.template at<u32x4>(T::kKeyBytes + (pair * 32 + lane) * 16));
@@ -124,7 +137,7 @@ struct Softmax {
   MK_DEV static u32 row(u32 lane, u32 r) { return lane / 4 + 8 * r; }
 
   MK_DEV u32x4 load_query(u32 panel, u32 half, u32 lane) const {
-    return ptx::ld_shared<u32x4>(tile.template at<u32x4>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16));
+    return T::load_panel(tile.template at<char>((panel * 16 + lane / 4 + 8 * half) * 64 + lane % 4 * 16), panel, lane);
   }
   MK_DEV Softmax(smem_ptr<char> query_tile, u32 lane) : tile(query_tile) {
     if (!kKeepQueries) return;
@@ -162,7 +175,7 @@ struct Softmax {
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
           float& s = score[half][2 * r + e];
-          s = (seen[r] >> (half * 8 + 2 * q + e) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+          s = (seen[r] >> (half * 8 + 2 * q + e) & 1) != 0 ? T::Score::of(s, scale_log2) : kNoMaximum;
           top = math::max(top, s);
         }
       top = math::max(top, ptx::shfl_xor(top, 1));
@@ -385,6 +398,9 @@ MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShap
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
+  u32 depth[kMasks] = {};  // of the query rows' tokens, where a window asks for it
+#pragma unroll
+  for (u32 r = 0; r < kMasks && T::kWindow != 0; ++r) depth[r] = B::kTokens == 1 ? 1 : chain_depth(ancestors[r] & ((1u << tokens) - 1));
   // A long cache is streamed as weights are: the next meeting is ahead when its last stage is taken.
   const bool streams = stages > R::kStages;
   if (streams) block.meeting(meeting, false);
@@ -403,6 +419,8 @@ MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShap
       for (u32 r = 0; r < 2; ++r) {
         seen[r] = (1u << exist) - 1;
         if (next == cached) seen[r] &= ancestors[r % kMasks];
+        if (T::kWindow != 0 && next < cached)
+          seen[r] &= rows_from((unit.begin + next) * kChunkRows, window_begin(kv_len, T::kWindow, depth[r % kMasks]));
       }
       const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
       if constexpr (kHolds) {
@@ -439,7 +457,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(s.divisor(), u, kv_len);
+    const Unit unit = attention_unit(s.divisor(), u, kv_len, T::kWindow);
     const u32 chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
@@ -453,7 +471,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     const auto ask_ancestors = [&](u32 first_tile) {
       const u32 row0 = (first_tile + block.warp() % tiles_from(first_tile)) * 16;
 #pragma unroll
-      for (u32 r = 0; r < kMasks && unit.fresh; ++r)
+      for (u32 r = 0; r < kMasks && (unit.fresh || (T::kWindow != 0 && B::kTokens != 1)); ++r)
         ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % B::kTokens);
     };
     ask_ancestors(0);

@@ -11,9 +11,15 @@ struct EmbedShape {
   i32 share_offset;
 };
 
-// Tokens past the launch's count become zeros. Ends behind a barrier, ready to be published.
-template <class B, class S, class Out>
-MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, const S& steps, const Out& out) {
+// Elements as the table has them.
+struct AsStored {
+  MK_DEV u16 operator()(u16 bits) const { return bits; }
+};
+
+// Tokens past the launch's count become zeros; `map` gives what becomes of the others' elements. Ends behind a barrier, ready to be
+// published.
+template <class B, class S, class Out, class F = AsStored>
+MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, const S& steps, const Out& out, const F& map = {}) {
   const Share own = own_share(block.cx, u32(s.groups), u32(s.share_offset));
   const u32 begin = own.begin * kGroupRows, end = own.end * kGroupRows;
   const u16* table = reinterpret_cast<const u16*>(block.buffers.weights + size_t(u32(s.table)) * 16);
@@ -24,7 +30,7 @@ MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, con
     u16 bits = 0;
     if (token < step.tokens && feature < u32(s.features)) {
       const u32 id = fed ? steps.token() : ptx::ld_global<u32>(block.cx.control->token_ids + token);
-      bits = ptx::ld_global_nc<u16>(table + size_t(id) * u32(s.features) + feature);
+      bits = map(ptx::ld_global_nc<u16>(table + size_t(id) * u32(s.features) + feature));
     }
     out.put_element(local / 8 * B::kTokens + token, local % 8, bits);
   }

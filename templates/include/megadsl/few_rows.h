@@ -22,7 +22,7 @@ struct FewRows {
   MK_DEV FewRows() = default;  // whose queries are still to come
   MK_DEV FewRows(smem_ptr<char> tile, u32 lane) {
 #pragma unroll
-    for (u32 p = 0; p < T::kPanels; ++p) queries[p] = ptx::ld_shared<u32x4>(tile.template at<u32x4>((p * 16 + lane / 4) * 64 + lane % 4 * 16));
+    for (u32 p = 0; p < T::kPanels; ++p) queries[p] = T::load_panel(tile.template at<char>((p * 16 + lane / 4) * 64 + lane % 4 * 16), p, lane);
   }
 
   // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row(lane, r) attends to row i of the chunk.
@@ -41,7 +41,7 @@ struct FewRows {
     for (u32 r = 0; r < 2; ++r) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half)
-        s[half][r] = (seen[r] >> (half * 8 + g) & 1) != 0 ? (score[0][2 * half + r] + score[1][2 * half + r]) * scale_log2 : kNoMaximum;
+        s[half][r] = (seen[r] >> (half * 8 + g) & 1) != 0 ? T::Score::of(score[0][2 * half + r] + score[1][2 * half + r], scale_log2) : kNoMaximum;
       top[r] = math::max(s[0][r], s[1][r]);
     }
 #pragma unroll

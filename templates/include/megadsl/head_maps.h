@@ -12,24 +12,29 @@
 namespace mk {
 
 // A lane's elements of a vector that all heads share. Loaded before the gather, whose wait hides the trip to memory; unpacked behind it.
-// kPaired: heads are in the order of a "half" rotation's pairs, features i and i + D / 2 side by side; the vector is not.
-template <u32 kHeadDim, bool kPaired>
+// kPaired: so many first features of a head are in the order of a "half" rotation's pairs, i and i + kPaired / 2 side by side; the
+// vector is not.
+template <u32 kHeadDim, u32 kPaired>
 struct HeadVector {
   u32x2 first, second;
+  bool in_pairs;
 
   template <class B>
   MK_DEV HeadVector(const B& block, const VectorShape& s, u32 layer) {
     const u32 unit = block.thread % (kHeadDim / kGroupRows);
     const char* vector = block.buffers.weights + (size_t(u32(s.weights)) + size_t(u32(s.layer_stride)) * layer) * 16;
-    const u32x2* at = reinterpret_cast<const u32x2*>(vector) + (kPaired ? unit : 2 * unit);
-    first = ptx::ld_global<u32x2>(at), second = ptx::ld_global<u32x2>(at + (kPaired ? kHeadDim / 8 : 1));
+    const u32x2* at = reinterpret_cast<const u32x2*>(vector) + (pairs(unit) ? unit : 2 * unit);
+    first = ptx::ld_global<u32x2>(at), second = ptx::ld_global<u32x2>(at + (pairs(unit) ? kPaired / 8 : 1));
+    in_pairs = pairs(unit);
   }
+  MK_DEV static bool pairs(u32 unit) { return kPaired == kHeadDim || unit < kPaired / kGroupRows; }
+  MK_DEV static float half_of(const u32 (&words)[4], u32 i) { return i % 2 == 0 ? ptx::bf16_lo(words[i / 2]) : ptx::bf16_hi(words[i / 2]); }
   MK_DEV void unpack(float (&v)[8]) const {
     const u32 words[4] = {first.x, first.y, second.x, second.y};
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) {
-      const u32 element = kPaired ? i % 2 * 4 + i / 2 : i;
-      v[i] = element % 2 == 0 ? ptx::bf16_lo(words[element / 2]) : ptx::bf16_hi(words[element / 2]);
+      const u32 paired = i % 2 * 4 + i / 2;
+      v[i] = in_pairs ? half_of(words, paired) : half_of(words, i);
     }
   }
 };
@@ -54,6 +59,7 @@ MK_DEV float head_total(F term) {
 // `map(v)` makes of a lane's eight features what it is to be. `warp` is the warp's number in the order of the rows.
 template <u32 kHeadDim, bool kTurns, class B, class Place, class Map>
 MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles, Place place, Map map) {
+  static_assert((kHeadDim & (kHeadDim - 1)) == 0 && kHeadDim / kGroupRows <= kWarpSize, "a head's lanes reduce among themselves");
   constexpr u32 kLanes = kHeadDim / kGroupRows, kAtOnce = kWarpSize / kLanes;
   const u32 unit = block.lane() % kLanes;
 #pragma unroll 1

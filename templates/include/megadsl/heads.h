@@ -26,7 +26,8 @@ template <class T, u32 kRows, bool kMaps>
 struct LaneQueries {
   static constexpr u32 kUnits = T::kHeadDim / 8, kHeads = kWarpSize / kUnits;  // heads of a warp's lanes
   static constexpr u32 kOwn = kMaps ? ceil_div(kRows, kHeads) : T::kPanels, kPolls = kOwn + 1;
-  static_assert(2 * kUnits <= kWarpSize, "a lane has one unit of this step's row");
+  static_assert(2 * kUnits <= kWarpSize && T::kHeadDim % kPanel == 0, "a lane has one unit of this step's row, and of each panel");
+  static_assert(!kMaps || kWarpSize % kUnits == 0, "a warp's lanes have whole heads");
   u32x4 at[kPolls] = {};
 
   // `fresh`: this warp also polls this step's key (lanes 0 to D / 8) and value (the next), a unit a lane, and stages them in `row` as
@@ -123,7 +124,7 @@ struct LaneSoftmax {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       float& s = score[i / 2][i % 2];
-      s = (seen >> (i / 2 * 8 + 2 * q + i % 2) & 1) != 0 ? s * scale_log2 : kNoMaximum;
+      s = (seen >> (i / 2 * 8 + 2 * q + i % 2) & 1) != 0 ? T::Score::of(s, scale_log2) : kNoMaximum;
       top = math::max(top, s);
     }
     top = math::max(top, ptx::shfl_xor(top, 1));
@@ -201,7 +202,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(s.divisor(), u, step.kv_len);
+    const Unit unit = attention_unit(s.divisor(), u, step.kv_len, T::kWindow);
     const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0), stages = ceil_div(cached, kPerStage);
     const u32 classes = min_u32(B::kWarps, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
     const bool fresh = unit.fresh && cached % B::kWarps == warp;  // this warp takes this step's row: the last of the chunks, in turn
@@ -233,7 +234,8 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
         const bool old = next < cached;
         if (lies || !old) chunk.load({from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane});
         const u32 exist = old ? min_u32(kChunkRows, step.kv_len - (unit.begin + next) * kChunkRows) : step.tokens;
-        const u32 seen = ((1u << exist) - 1) & (old ? ~0u : ancestors);
+        u32 seen = ((1u << exist) - 1) & (old ? ~0u : ancestors);
+        if (T::kWindow != 0 && old) seen &= rows_from((unit.begin + next) * kChunkRows, window_begin(step.kv_len, T::kWindow, 1));
         state.take(chunk, lane, scale_log2, {seen, seen}, exist);
       }
       if (!lies) break;

@@ -44,7 +44,7 @@ MK_DEV u32 activation_offset(u32 column, u32 token) {
 // Byte offset of (row, dim) in the K half of a cache chunk: [row / 8][dim / 32][row % 8][32] bf16.
 template <u32 kHeadDim>
 MK_DEV u32 key_offset(u32 row, u32 dim) {
-  return (((row / 8) * (kHeadDim / kPanel) + dim / kPanel) * 8 + row % 8) * (kPanel * 2) + (dim % kPanel) * 2;
+  return (((row / 8) * ceil_div(kHeadDim, kPanel) + dim / kPanel) * 8 + row % 8) * (kPanel * 2) + (dim % kPanel) * 2;
 }
 
 // Byte offset of (row, dim) in the V half: mma B fragments of the second product, two 8-dim tiles to a 16-byte vector.

@@ -18,7 +18,7 @@ struct TapeEntry {
   u32 layer_stride;  // likewise
   u32 bytes;         // of the run; of one cache chunk for kCache
   u32 step;          // bytes per stage
-  u32 tile;          // number of the first tile, for reports
+  u32 tile;          // number of the first tile, for reports; kCache, of kernels with windows: how many rows a token sees, 0 for all
   u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed
   u64 policy;
   u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate, kRows: shared-memory offset of the word to wait for
@@ -82,7 +82,8 @@ struct Walk {
   }
 };
 
-template <class R>
+// kWindows: some attention sees a window of the rows.
+template <class R, bool kWindows = false>
 struct Tape {
   const Context& cx;
   const Buffers& buffers;
@@ -132,7 +133,7 @@ struct Tape {
   MK_DEV void cache(u32 site, const AttentionShape& s, u64 policy) {
     constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
     static_assert(kPerStage > 0, "a KV chunk must fit a ring stage");
-    add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, 0, attention_passes(s, kWarps), policy,
+    add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, T::kWindow, attention_passes(s, kWarps), policy,
          u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), u32(s.splits_inverse)});
   }
 
@@ -182,12 +183,12 @@ struct Tape {
     return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
-    const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len);
+    const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? e.tile : 0);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
   MK_DEV void stream(const TapeEntry& e, Run run, u32 tiles_before) {
-    u32 tile = e.tile + tiles_before;
+    u32 tile = (kWindows && e.kind == Play::kCache ? 0 : e.tile) + tiles_before;
 #pragma unroll 1
     for (u32 done = 0; done < run.bytes; done += e.step, ++tile) {
       const u32 bytes = min_u32(e.step, run.bytes - done);

@@ -184,9 +184,9 @@ def ropes_that_do_not_match(cfg: Any, tokens: int = 1) -> mk.Tensor:
 @mk.kernel
 def output_of_a_map(cfg: Any, tokens: int = 1) -> mk.Tensor:
     logits = mk.linear(start(tokens), mk.weight("lm_head", (cfg.vocab, HIDDEN)))
-    return mk.argmax(logits * 2)
+    return mk.argmax(logits * mk.weight("scale", cfg.vocab))
     # MK195 `mk.argmax(` | 'next_ids' is returned, but it is not plain logits: map 'mul' | return the output of one mk.linear
-    # mend: logits * 2 => logits
+    # mend: logits * mk.weight("scale", cfg.vocab) => logits
 
 
 @mk.kernel

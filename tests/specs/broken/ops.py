@@ -128,6 +128,18 @@ def rope_style(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
+def rope_in_part(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
+        q, k = mk.rope(q, k, head_dim=64, theta=1e4, rotary_dim=20)
+        # MK255 `mk.rope(` | rotary_dim = 20 of heads of 64 features | rotate a multiple of 8 of them, at most 64
+        # mend: rotary_dim=20 => rotary_dim=24
+        x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
+    return head(x)
+
+
+@mk.kernel
 def rope_scaling_kind(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)
     for layer in mk.layers(cfg.layers):
@@ -187,8 +199,8 @@ def head_dim(cfg: Any, tokens: int = 1) -> mk.Tensor:
         q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
         heads, head_dim = 4, 32
         x = x + out(layer, mk.attention(q, layer.kv_cache(heads, head_dim).append(k, v), heads=heads))
-        # MK120 `mk.attention(` | head_dim 32 is not supported | use a head dimension of
-        # mend: heads, head_dim = 4, 32 => heads, head_dim = 2, «64»
+        # MK120 `mk.attention(` | head_dim 32 is not supported | a multiple of 16 from 64 to 256
+        # mend: heads, head_dim = 4, 32 => heads, head_dim = 2, 64
     return head(x)
 
 
