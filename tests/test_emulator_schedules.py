@@ -148,7 +148,7 @@ def test_faults(scenario: int, threads: int, message: str) -> None:
 
 def test_a_launch_that_does_not_fit_the_kernel() -> None:
     with pytest.raises(MegadslError) as caught:
-        launch("faults", [1, 2])
+        launch("faults", [1, 2], padded=False)
     assert caught.value.code == "MK361"
 
 
