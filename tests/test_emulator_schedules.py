@@ -153,7 +153,7 @@ def test_a_launch_that_does_not_fit_the_kernel() -> None:
 
 
 def test_a_fiber_switch_is_cheap() -> None:
-    assert min(emulator("units").switch_ns() for _ in range(5)) < 100
+    assert min(emulator().switch_ns() for _ in range(5)) < 100
 
 
 def test_a_decode_step_of_multiplies_takes_seconds() -> None:
