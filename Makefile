@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
 
 test: setup lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

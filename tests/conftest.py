@@ -9,6 +9,7 @@ import pytest
 
 from megadsl.build.gpus import gpus
 from tests import shown
+from tests.host_builds import MOST, HostBuilds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -18,6 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-knobs", action="store_true", help="turn each knob of a schedule alone, in a build of its own; see tests/test_knobs.py"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(HostBuilds(None if config.getoption("--all-knobs") else MOST), "host-builds")
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from megadsl.runtime.control import ANCESTORS, MOST_TOKENS, NEXT_IDS, POSITIONS,
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import TensorSource, needed, random_weights
+from tests.libraries import library
 
 Configure = Callable[[ScheduleBlock], None]
 Weights = dict[str, torch.Tensor]
@@ -55,6 +56,23 @@ def compiled(
     found = compile_model(kernel, config=dict(own if fields is None else fields), tokens=tokens, blocks=blocks, max_kv=max_kv)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
+
+
+def together(*some: Compiled) -> tuple[Compiled, ...]:
+    """The same kernels, of one launch a step each, in one library for the emulator."""
+    assert all(made.manifest["launches"] == [(0, 0)] for made in some)
+    words = max(len(made.manifest["shape"]) for made in some)
+    sources = list(dict.fromkeys(made.source for made in some))
+    source = library(sources, words)
+
+    def shape(made: Compiled) -> list[int]:
+        own = made.manifest["shape"]
+        return [*own, *[0] * (words - len(own))]
+
+    return tuple(
+        replace(made, source=source, manifest={**made.manifest, "launches": [(sources.index(made.source), 0)], "shape": shape(made)})
+        for made in some
+    )
 
 
 def weights_for(made: Compiled, seed: int = 1) -> Weights:

@@ -11,12 +11,35 @@ VALUES = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "do
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 
 
+def settled(s: ScheduleBlock) -> None:
+    """What defaults choose by shapes and the number of blocks: kernels that differ in nothing else are one build."""
+    s.ring("weights", stages=6)
+    s.batch(3)
+    for op in LINEARS:
+        s[op].prefetch(registers=2)
+
+
+def scaled_before(s: ScheduleBlock) -> None:
+    """Row scales multiply the inputs, not the sums; by four warps."""
+    s.role("consumer", warps=4)
+    for op in ("qkv_proj", "gate_up_proj", "lm_head"):
+        s[op].scale("before")
+
+
 def kv_loader(s: ScheduleBlock) -> None:
     """A loader of its own for cached rows."""
     s.role("kv_loader", warps=1, kind="loader")
     s.ring("kv_loader", stages=3, stage_bytes=8192, window=8192)
     s.phase("attention").loader("kv_loader")
     s.ring("weights", stages=4)
+
+
+def kv_loader_and_held_shares(s: ScheduleBlock) -> None:
+    """``kv_loader``; of five blocks none has more than four row groups of these ops, and some have fewer."""
+    kv_loader(s)
+    s.batch(4)
+    for op in ("o_proj", "down_proj", "qkv_proj"):
+        s[op].prefetch(registers=4)
 
 
 def gated(s: ScheduleBlock) -> None:

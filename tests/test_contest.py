@@ -11,6 +11,7 @@ from megadsl.driver import Compiled
 from megadsl.runtime.contest import LOADED, Contest
 from megadsl.runtime.contest_kinds import HUNG, REFUSED, WRONG, Kernel, Unfit
 from tests.kernels import compiled
+from tests.schedules import scaled_before
 
 LENGTHS = (17, 20)
 FACTOR = 1.5  # the worst of 32 tokens of a tiny model is luck
@@ -53,7 +54,7 @@ def test_the_same_bits_and_others(contest: Contest, base: Kernel) -> None:
     """A scale in front of the products rounds otherwise: the gate judges it; where the bits have to be the same it is wrong."""
     windowed = kernel(made(configure=lambda s: s.ring("weights", window=16384)), "windowed")
     contest.verify(base, windowed, same=True)
-    scaled = kernel(made(configure=lambda s: s["qkv_proj"].scale("before")), "scaled")
+    scaled = kernel(made(configure=scaled_before), "scaled")
     contest.verify(base, scaled, same=False)
     with pytest.raises(Unfit, match="bits differ that may not") as unfit:
         contest.verify(base, scaled, same=True)

@@ -148,12 +148,12 @@ def test_faults(scenario: int, threads: int, message: str) -> None:
 
 def test_a_launch_that_does_not_fit_the_kernel() -> None:
     with pytest.raises(MegadslError) as caught:
-        launch("faults", [1, 2])
+        launch("faults", [1, 2], padded=False)
     assert caught.value.code == "MK361"
 
 
 def test_a_fiber_switch_is_cheap() -> None:
-    assert min(emulator("units").switch_ns() for _ in range(5)) < 100
+    assert min(emulator().switch_ns() for _ in range(5)) < 100
 
 
 def test_a_decode_step_of_multiplies_takes_seconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.explore import policy_of
 from megadsl.ir.schedule import Sync
-from tests.kernels import Bench, Configure, bits, check, compiled, judge, steps
+from tests.kernels import Bench, Configure, bits, check, compiled, judge, steps, together
 
 SPECS = Path(__file__).parent / "specs"
 SMALL = {"vocab": 203, "hidden": 72, "inter": 2100, "layers": 2}  # 9 row groups x 3 tiles in the last linear of a layer
@@ -66,11 +67,18 @@ def whole_logits(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.
     return x @ whole["head.weight"].T
 
 
+@cache
+def integers() -> dict[tuple[str, int], Compiled]:
+    """By wire and blocks: 1, which multiplies all parts in turn; 5, of which some have two; more than there is work for."""
+    keys = [(wire, blocks) for wire in WIRES for blocks in (1, 5, 40)]
+    made = (spec("integers.py:integers", 4, blocks, parts(WIRES[wire], down=3), SMALL) for wire, blocks in keys)
+    return dict(zip(keys, together(*made), strict=True))
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_integers_stay_exact(wire: str) -> None:
-    """On 1 block, which multiplies all parts in turn; on 5, of which some have two; on more than there is work for."""
     for blocks in (1, 5, 40):
-        made = spec("integers.py:integers", 4, blocks, parts(WIRES[wire], down=3), SMALL)
+        made = integers()[wire, blocks]
         assert made.plan.exchange("down.parts").wire == wire.capitalize()
         weights = small_integers(made)
         bench = Bench(made, weights, seed=blocks)

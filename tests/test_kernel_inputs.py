@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.runtime.control import ADVANCE, EPOCH, KV_LEN, N_TOKENS, NEXT_IDS, STEPS
 from megadsl.runtime.program import Program
 from tests.kernels import Bench, Step, bits, compiled, config, judge, steps, weights_for
+from tests.schedules import settled
 
 # A root with two children, each with one child: parents by token.
 TREE = (-1, 0, 0, 1, 2)
@@ -22,10 +22,6 @@ def tree(parents: tuple[int, ...], ids: tuple[int, ...], kv: int) -> Step:
         masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
     return Step(ids, kv, 7, tuple(kv + d for d in depths), tuple(masks))
-
-
-def few_stages(s: ScheduleBlock) -> None:
-    s.ring("weights", stages=6)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(5, 2), (16, 5)])
@@ -73,7 +69,7 @@ def test_what_lies_in_the_exchange_does_not_matter(byte: int) -> None:
 def test_padding_never_wins() -> None:
     """All logits are below the zero that a row of padding would have."""
     fields = config(vocab_size=1001, tie_word_embeddings=False, num_key_value_heads=1)
-    made = compiled("llama-tiny", tokens=2, blocks=20, fields=fields, configure=few_stages)
+    made = compiled("llama-tiny", tokens=2, blocks=20, fields=fields, configure=settled)
     weights = {}
     for name, w in weights_for(made).items():
         if "o_proj" in name or "down_proj" in name:
@@ -88,7 +84,7 @@ def test_padding_never_wins() -> None:
 
 def test_of_equal_logits_the_first_wins() -> None:
     fields = config(vocab_size=1001, tie_word_embeddings=False, num_key_value_heads=1)
-    made = compiled("llama-tiny", tokens=2, blocks=7, fields=fields, configure=few_stages)
+    made = compiled("llama-tiny", tokens=2, blocks=20, fields=fields, configure=settled)
     weights = weights_for(made)
     weights["lm_head.weight"] = weights["lm_head.weight"][torch.arange(1001) % 13]
     bench = Bench(made, weights)

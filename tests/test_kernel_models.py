@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import FACTOR, SLACK, Bench, Step, attention_of, bits, check, compiled, config, distance, weights_for
-from tests.schedules import everywhere
+from tests.kernels import FACTOR, SLACK, Bench, Step, attention_of, bits, check, compiled, config, distance, together, weights_for
+from tests.schedules import everywhere, settled
 
 # Cached rows around the 16 of a chunk.
 EDGES = (0, 1, 15, 16, 17, 31, 33, 100)
@@ -31,7 +32,7 @@ def sizes(tokens: int) -> list[tuple[int, int]]:
 
 
 def few_stages(s: ScheduleBlock) -> None:
-    """By default the ring takes all memory that is left; with a fixed one, kernels of several shapes are one build."""
+    """By default the ring takes all memory that is left."""
     s.ring("weights", stages=6)
 
 
@@ -42,26 +43,33 @@ def pieces(made: Compiled, name: str) -> tuple[int, int]:
     return tiling(op).pieces, chunk_pieces(op, made.graph, made.schedule)
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens", "blocks"),
-    [
-        ("llama-tiny", 1, 7),
-        ("llama-tiny", 2, 5),
-        ("llama-tiny", 5, 2),
-        ("llama-tiny", 16, 5),
-        ("llama-tiny-odd", 1, 5),
-        ("llama-tiny-odd", 16, 3),
-        ("llama-tiny-wide", 2, 7),
-        ("llama-tiny-wide", 16, 2),
-        ("llama-tiny-interleaved", 5, 1),
-        ("qwen3-tiny", 1, 7),
-        ("qwen3-tiny", 16, 3),
-        ("gemma-tiny", 1, 3),
-        ("gemma-tiny", 5, 2),
-    ],
-)
-def test_models(model: str, tokens: int, blocks: int) -> None:
-    check(compiled(model, tokens=tokens, blocks=blocks), sizes(tokens), seeds=(1, 2))
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 7), (2, 5), (5, 2), (16, 5)])
+def test_tokens(tokens: int, blocks: int) -> None:
+    check(compiled("llama-tiny", tokens=tokens, blocks=blocks), sizes(tokens), seeds=(1, 2))
+
+
+MODELS = [
+    ("llama-tiny-odd", 1, 5),
+    ("llama-tiny-odd", 16, 3),
+    ("llama-tiny-wide", 2, 7),
+    ("llama-tiny-wide", 16, 2),
+    ("llama-tiny-interleaved", 5, 1),
+    ("qwen3-tiny", 1, 7),
+    ("qwen3-tiny", 16, 3),
+    ("gemma-tiny", 1, 3),
+    ("gemma-tiny", 5, 2),
+]
+
+
+@cache
+def models() -> dict[tuple[str, int], Compiled]:
+    made = together(*(compiled(model, tokens=tokens, blocks=blocks) for model, tokens, blocks in MODELS))
+    return dict(zip(((model, tokens) for model, tokens, _ in MODELS), made, strict=True))
+
+
+@pytest.mark.parametrize(("model", "tokens"), [(model, tokens) for model, tokens, _ in MODELS])
+def test_models(model: str, tokens: int) -> None:
+    check(models()[model, tokens], sizes(tokens), seeds=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -69,29 +77,46 @@ def test_models(model: str, tokens: int, blocks: int) -> None:
     [
         (2, {"num_attention_heads": 3, "num_key_value_heads": 3}),
         (3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
-        (5, {"num_attention_heads": 5, "num_key_value_heads": 1, "vocab_size": 1001}),
-        (7, {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": False, "num_hidden_layers": 1}),
+        (7, {"num_attention_heads": 7, "num_key_value_heads": 1, "vocab_size": 1001, "tie_word_embeddings": False, "num_hidden_layers": 1}),
         (20, {"vocab_size": 1003}),
     ],
-    ids=["units-beyond-blocks", "gqa-3", "gqa-5-vocab-1001", "gqa-7-untied", "idle-blocks-vocab-1003"],
+    ids=["units-beyond-blocks", "gqa-3", "gqa-7-vocab-1001-untied", "idle-blocks-vocab-1003"],  # gqa-5: llama-tiny-odd
 )
 def test_heads_and_vocabularies(blocks: int, fields: dict[str, Any]) -> None:
-    made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=few_stages)
+    made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=settled)
     check(made, sizes(2), seeds=(3,))
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens", "fields"),
-    [
-        ("llama-tiny-wide", 1, {"rotary_dim": 64}),
-        ("llama-tiny-interleaved", 2, {"rotary_dim": 32}),
-        ("qwen3-tiny", 2, {"rotary_dim": 64}),  # behind a map over each head
-        ("qwen3-tiny", 1, {"rotary_dim": 96, "head_dim": 128}),
-    ],
-)
-def test_heads_that_are_rotated_in_part(model: str, tokens: int, fields: dict[str, Any]) -> None:
+ROTATED_IN_PART: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama-tiny-wide", 1, {"rotary_dim": 64}),
+    ("llama-tiny-interleaved", 2, {"rotary_dim": 32}),
+    ("qwen3-tiny", 2, {"rotary_dim": 64}),  # behind a map over each head
+    ("qwen3-tiny", 1, {"rotary_dim": 96, "head_dim": 128}),
+]
+# Head dimension, tokens, query heads, KV heads.
+HEADS = [
+    *((80, 1, 4, 2), (80, 16, 2, 1), (96, 2, 3, 1), (112, 5, 2, 2), (256, 2, 2, 1), (256, 9, 2, 2)),
+    *((64, 1, 14, 1), (64, 2, 16, 1), (64, 1, 71, 1), (64, 4, 71, 1), (128, 3, 7, 1)),
+]
+
+
+@cache
+def rotated_in_part() -> list[Compiled]:
+    made = [compiled(m, tokens=t, blocks=3, fields=load(m)[1] | fields, max_kv=9216) for m, t, fields in ROTATED_IN_PART]
+    return list(together(*made))
+
+
+@cache
+def of_heads() -> dict[tuple[int, ...], Compiled]:
+    fields = [config(head_dim=d, num_attention_heads=h, num_key_value_heads=kv, num_hidden_layers=1) for d, _, h, kv in HEADS]
+    made = [compiled("llama-tiny", tokens=of[1], fields=f) for of, f in zip(HEADS, fields, strict=True)]
+    return dict(zip(HEADS, together(*made), strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(ROTATED_IN_PART)), ids=lambda i: ROTATED_IN_PART[i][0])
+def test_heads_that_are_rotated_in_part(index: int) -> None:
     """Features behind the rotated ones do not depend on the position."""
-    made = compiled(model, tokens=tokens, blocks=3, fields=load(model)[1] | fields, max_kv=9216)
+    (_, tokens, fields), made = ROTATED_IN_PART[index], rotated_in_part()[index]
     check(made, [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
     bench, ids = Bench(made), (3, 77)[:tokens]
     near, far = (bench.run(Step(ids, 20, 5, tuple(range(first, first + tokens)))) for first in (20, 9000))
@@ -101,47 +126,29 @@ def test_heads_that_are_rotated_in_part(model: str, tokens: int, fields: dict[st
     assert distance(k[..., :rotary], far_k[..., :rotary]) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tokens", "heads"),
-    [(80, 1, (4, 2)), (80, 16, (2, 1)), (96, 2, (3, 1)), (112, 5, (2, 2)), (256, 2, (2, 1)), (256, 9, (2, 2))],
-)
-def test_head_dimensions(head_dim: int, tokens: int, heads: tuple[int, int]) -> None:
-    fields = config(head_dim=head_dim, num_attention_heads=heads[0], num_key_value_heads=heads[1], num_hidden_layers=1)
-    check(compiled("llama-tiny", tokens=tokens, fields=fields), sizes(tokens)[1:], seeds=(1,))
-
-
-@pytest.mark.parametrize(("heads", "tokens", "head_dim"), [(14, 1, 64), (16, 2, 64), (71, 1, 64), (71, 4, 64), (7, 3, 128)])
-def test_many_heads_on_a_kv_head(heads: int, tokens: int, head_dim: int) -> None:
-    fields = config(head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=1, num_hidden_layers=1)
-    check(compiled("llama-tiny", tokens=tokens, fields=fields), [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_heads(heads: tuple[int, int, int, int]) -> None:
+    """Dimensions that end inside a panel, and many query heads to a KV head."""
+    tokens = heads[1]
+    check(of_heads()[heads], [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
 
 
 def test_more_units_than_blocks() -> None:
-    made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=few_stages)
+    made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=settled)
     assert attention_of(made).kv_heads * made.schedule.op("attention").splits > made.schedule.blocks
 
 
 def test_a_cache_longer_than_the_ring() -> None:
     fields = config(num_attention_heads=3, num_key_value_heads=3)
-    made = compiled("llama-tiny", tokens=2, blocks=2, fields=fields, configure=few_stages, max_kv=1024)
+    made = compiled("llama-tiny", tokens=2, blocks=2, fields=fields, configure=settled, max_kv=1024)
     assert 600 // 16 > 6 * 4, "chunks of a unit, of which 4 fill one of the ring's 6 stages"
     check(made, [(600, 2), (1000, 1), (601, 2)], seeds=(1,))
 
 
-def test_rows_in_several_pieces() -> None:
-    def configure(s: ScheduleBlock) -> None:
-        few_stages(s)
-        s["down_proj"].split(chunk=1)
-
-    fields = config(hidden_size=1056, intermediate_size=2080, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
-    made = compiled("llama-tiny", tokens=2, blocks=3, fields=fields, configure=configure)
-    assert pieces(made, "qkv_proj") == (2, 2) and pieces(made, "down_proj") == (3, 1)
-    check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
-
-
 @pytest.mark.parametrize("tokens", [2, 16])
 def test_normed_columns_in_chunks(tokens: int) -> None:
-    """A norm's scale meets the products, so that its columns may come one chunk after another; at 16 tokens in several passes."""
+    """A norm's scale meets the products, so that its columns may come one chunk after another; at 16 tokens in several passes. Rows of
+    several pieces in one chunk: tests/test_kernel_schedule.py."""
 
     def configure(s: ScheduleBlock) -> None:
         few_stages(s)
@@ -150,9 +157,10 @@ def test_normed_columns_in_chunks(tokens: int) -> None:
             s[op].split(chunk=1)
         s["down_proj"].columns(ways=1).split(chunk=1)
 
-    fields = config(hidden_size=1056, intermediate_size=1056, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    fields = config(hidden_size=1056, intermediate_size=2080, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
     made = compiled("llama-tiny", tokens=tokens, blocks=3, fields=fields, configure=configure)
     assert all(pieces(made, op) == (2, 1) for op in ("qkv_proj", "gate_up_proj", "lm_head"))
+    assert pieces(made, "down_proj") == (3, 1)
     assert (pass_groups(made.graph.op("gate_up_proj"), made.graph, made.schedule) < 88) == (tokens == 16)
     check(made, [(0, tokens), (17, 1), (33, tokens)], seeds=(1,))
 

@@ -12,11 +12,12 @@ import pytest
 
 import megadsl as mk
 from megadsl.diagnostics import MegadslError
+from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
 from megadsl.lower.exchanges import merge_lanes
-from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, steps
-from tests.schedules import LINEARS, VALUES, everywhere, gated, kv_loader
+from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, steps, together
+from tests.schedules import LINEARS, VALUES, everywhere, gated, kv_loader_and_held_shares, scaled_before, settled
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
@@ -90,12 +91,6 @@ def held_in_a_ring_of_one(s: ScheduleBlock) -> None:
     s.ring("weights", stages=1)
 
 
-def whole_shares_held(s: ScheduleBlock) -> None:
-    """No block has more than four row groups of these, some have fewer."""
-    s.batch(4)
-    hold(4, "o_proj", "down_proj", "qkv_proj")(s)
-
-
 @cache
 def default() -> tuple[Sequence[Step], Sequence[Result]]:
     """The steps, and what the default schedule gives for them."""
@@ -118,41 +113,41 @@ def play(configure: Configure, blocks: int = BLOCKS, seeds: Sequence[int] = (0, 
     return results[0]
 
 
-IDENTICAL = [
-    *(ring_of_two, small_stages, wide_window, one_stage_in_flight, kv_loader, gated, prefetched),
-    *(mixed_syncs, more_slots, rotated_shares, exchanged_residuals),
-    *(nothing_held, held_in_a_ring_of_one, whole_shares_held),
+# Decisions that do not meet are made together: a kernel is a build.
+IDENTICAL: list[tuple[Configure, ...]] = [
+    (ring_of_two, mixed_syncs),
+    (small_stages, prefetched, rotated_shares),
+    (wide_window, nothing_held),
+    (one_stage_in_flight, more_slots),
+    (kv_loader_and_held_shares,),
+    (gated,),
+    (exchanged_residuals, held_in_a_ring_of_one),
 ]
 
 
-@pytest.mark.parametrize("configure", IDENTICAL, ids=lambda f: f.__name__)
-def test_knobs_that_keep_the_bits(configure: Configure) -> None:
+@pytest.mark.parametrize("configure", IDENTICAL, ids=lambda some: "+".join(f.__name__ for f in some))
+def test_knobs_that_keep_the_bits(configure: tuple[Configure, ...]) -> None:
     _, expected = default()
-    for ours, theirs in zip(play(configure), expected, strict=True):
+
+    def every(s: ScheduleBlock) -> None:
+        for one in configure:
+            one(s)
+
+    for ours, theirs in zip(play(every), expected, strict=True):
         assert ours.same(theirs)
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 17])
 def test_blocks_keep_the_bits_of_a_fixed_split(blocks: int) -> None:
+    """Seventeen blocks share sixteen row groups of o_proj and down_proj, and the second tile that is held is nobody's."""
     _, expected = default()
 
     def configure(s: ScheduleBlock) -> None:
         s.blocks(blocks)
         s["attention"].split(kv=2)
+        settled(s)
 
     for ours, theirs in zip(play(configure), expected, strict=True):
-        assert ours.same(theirs)
-
-
-def test_blocks_without_tiles_hold_none() -> None:
-    """Seventeen blocks share sixteen row groups of o_proj and down_proj; the second tile is nobody's."""
-    _, expected = default()
-
-    def configure(s: ScheduleBlock) -> None:
-        s["attention"].split(kv=2)
-        hold(2, *LINEARS)(s)
-
-    for ours, theirs in zip(play(configure, blocks=17), expected, strict=True):
         assert ours.same(theirs)
 
 
@@ -167,17 +162,28 @@ LARGE = {
 }
 
 
+@cache
+def groups_of_several_tiles() -> dict[int, tuple[Compiled, Compiled]]:
+    """By tokens: kernels that hold some, and that hold none."""
+
+    def held(tokens: int) -> Configure:
+        def configure(s: ScheduleBlock) -> None:
+            hold(2, "qkv_proj", "lm_head")(s)
+            hold(4, "gate_up_proj")(s)
+            hold(5 if tokens < 16 else 0, "down_proj")(s)  # whose input then comes in chunks
+            hold(1, "o_proj")(s)
+
+        return configure
+
+    both = [(tokens, configure) for tokens in (1, 5, 16) for configure in (held(tokens), nothing_held)]
+    made = together(*(compiled("llama-tiny", tokens=t, fields=config(**LARGE), configure=c) for t, c in both))
+    return {1: (made[0], made[1]), 5: (made[2], made[3]), 16: (made[4], made[5])}
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_groups_of_several_tiles_held_in_part(tokens: int) -> None:
     """Two tiles a row group, three in down_proj: held are one group, two groups, and one and a pair of the next."""
-
-    def configure(s: ScheduleBlock) -> None:
-        hold(2, "qkv_proj", "lm_head")(s)
-        hold(4, "gate_up_proj")(s)
-        hold(5 if tokens < 16 else 0, "down_proj")(s)  # whose input then comes in chunks
-        hold(1, "o_proj")(s)
-
-    held, plain = (compiled("llama-tiny", tokens=tokens, fields=config(**LARGE), configure=c) for c in (configure, nothing_held))
+    held, plain = groups_of_several_tiles()[tokens]
     sizes = [(0, tokens), (33, 1)]
     results = check(held, sizes)
     assert all(a.same(b) for a, b in zip(results, Bench(plain).play(steps(plain, sizes)), strict=True))
@@ -213,6 +219,8 @@ def test_tiles_are_taken_while_polls_are_under_way() -> None:
 def test_splits(splits: int) -> None:
     def configure(s: ScheduleBlock) -> None:
         s["attention"].split(kv=splits)
+        if splits > 1:
+            settled(s)
 
     check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
 
@@ -228,17 +236,16 @@ def test_lanes_that_poll_two_splits_at_once() -> None:
     check(made, [(0, 16), (33, 16), (100, 15)], seeds=(1,))
 
 
-def test_scales_before_the_products() -> None:
+def warps_of(count: int) -> Configure:
     def configure(s: ScheduleBlock) -> None:
-        for op in ("qkv_proj", "gate_up_proj", "lm_head"):
-            s[op].scale("before")
+        s.role("consumer", warps=count)
 
-    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
+    return configure
 
 
-@pytest.mark.parametrize(("warps", "tokens"), [(2, 16), (4, 2), (11, 5)])
-def test_consumer_warps(warps: int, tokens: int) -> None:
-    made = compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=lambda s: s.role("consumer", warps=warps))
+@pytest.mark.parametrize(("warps", "tokens", "configure"), [(2, 16, warps_of(2)), (4, 2, scaled_before), (11, 5, warps_of(11))])
+def test_consumer_warps(warps: int, tokens: int, configure: Configure) -> None:
+    made = compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=configure)
     assert made.manifest["threads"] == 32 * (warps + 1)
     check(made, [(0, tokens), (1, 1), (33, tokens), (100, tokens)], seeds=(1,))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,38 +14,62 @@ import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from tests.kernels import Bench, Result, Weights, attention_of, bits, check, compiled, steps
+from tests.kernels import Bench, Configure, Result, Weights, attention_of, bits, check, compiled, steps, together
 
 SPECS = Path(__file__).parent / "specs"
 CONFIG = {"vocab": 203, "hidden": 72, "inter": 104, "layers": 2}
 
 
-@pytest.mark.parametrize(("name", "tokens", "blocks"), [("separate", 3, 4), ("flat", 2, 3), ("flat", 2, 1), ("branches", 2, 5)])
-def test_other_shapes(name: str, tokens: int, blocks: int) -> None:
-    kernel, _ = load(f"{SPECS / 'shapes.py'}:{name}")
-    made = compiled(kernel, tokens=tokens, blocks=blocks, fields=CONFIG)
+def shape(name: str, tokens: int, blocks: int, configure: Configure | None = None, **fields: int) -> Compiled:
+    return compiled(load(f"{SPECS / 'shapes.py'}:{name}")[0], tokens=tokens, blocks=blocks, fields=CONFIG | fields, configure=configure)
+
+
+def whole_units(s: ScheduleBlock) -> None:
+    s["embed"].sync(mk.Sentinel(4))
+
+
+def flags(s: ScheduleBlock) -> None:
+    s["q_k_v"].sync(mk.Flag(2))
+
+
+KERNELS: dict[str, Callable[[], Compiled]] = {
+    "separate": lambda: shape("separate", 3, 4),
+    "flat": lambda: shape("flat", 2, 3),
+    "flat, 1 block": lambda: shape("flat", 2, 1),
+    "branches": lambda: shape("branches", 2, 5),
+    "separate, 75": lambda: shape("separate", 3, 4, hidden=75),
+    "separate, 75, whole": lambda: shape("separate", 3, 3, whole_units, hidden=75),
+    "flat, 75": lambda: shape("flat", 16, 4, hidden=75),
+    "flat, 75, whole": lambda: shape("flat", 16, 3, whole_units, hidden=75),
+    "heads": lambda: shape("heads", 2, 3, flags, heads=5, kv_heads=1, head_dim=64),
+}
+
+
+@cache
+def kernels() -> dict[str, Compiled]:
+    return dict(zip(KERNELS, together(*(make() for make in KERNELS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["separate", "flat", "flat, 1 block", "branches"])
+def test_other_shapes(name: str) -> None:
+    made = kernels()[name]
+    tokens = made.manifest["tokens"]
     assert made.manifest["kv"] is None and made.manifest["rope"] is None
     check(made, [(0, tokens), (0, 1), (0, tokens), (0, tokens - 1)], seeds=(1, 2))
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("separate", 3), ("flat", 16)])
-def test_a_last_unit_that_is_not_full(name: str, tokens: int) -> None:
+@pytest.mark.parametrize("name", ["separate, 75", "flat, 75"])
+def test_a_last_unit_that_is_not_full(name: str) -> None:
     """Rows that are scaled after their products, 75 features wide: the same bits whether last elements travel apart or not."""
-    kernel, fields = load(f"{SPECS / 'shapes.py'}:{name}")[0], CONFIG | {"hidden": 75}
-    plain = compiled(kernel, tokens=tokens, blocks=4, fields=fields)
-    whole = compiled(kernel, tokens=tokens, blocks=3, fields=fields, configure=lambda s: s["embed"].sync(mk.Sentinel(4)))
+    plain, whole = kernels()[name], kernels()[f"{name}, whole"]
+    tokens = plain.manifest["tokens"]
     for ours, theirs in zip(*(check(made, [(0, tokens), (0, 1)], seeds=(1,)) for made in (plain, whole)), strict=True):
         assert ours.same(theirs)
 
 
 def test_a_map_over_heads_of_one_side() -> None:
     """Reductions inside reductions, two vectors, and 5 query heads to a KV head; flags instead of tags."""
-
-    def flags(s: ScheduleBlock) -> None:
-        s["q_k_v"].sync(mk.Flag(2))
-
-    fields = CONFIG | {"heads": 5, "kv_heads": 1, "head_dim": 64}
-    made = compiled(load(f"{SPECS / 'shapes.py'}:heads")[0], tokens=2, blocks=3, fields=fields, configure=flags)
+    made = kernels()["heads"]
     assert [which for which, _ in attention_of(made).maps] == ["q"]
     check(made, [(0, 2), (17, 1), (33, 2)], seeds=(1,))
 

@@ -39,7 +39,7 @@ from megadsl.runtime.control import (
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
 from tests.kernels import Bench, Configure, Step, bits, compiled, weights_for
-from tests.schedules import everywhere, gated, kv_loader
+from tests.schedules import everywhere, gated, kv_loader_and_held_shares, settled
 
 SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 IDS = (3, 141, 59, 26)
@@ -93,26 +93,34 @@ def together(bench: Bench, steps: int, kv: int, tokens: int = 1, epoch: int = 1,
     return left(bench, words[CHOSEN : CHOSEN + words[STEPS_MADE]])
 
 
-def split(ways: int, then: Configure | None = None) -> Configure:
+def split(ways: int, *then: Configure) -> Configure:
     def decide(s: ScheduleBlock) -> None:
         s["attention"].split(kv=ways)
-        if then is not None:
-            then(s)
+        for one in then:
+            one(s)
 
     return decide
 
 
 @cache
 def made(wire: str, tokens: int, blocks: int) -> Compiled:
-    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=split(2, everywhere(SYNCS[wire])))
+    """Kernels that other tests build as well."""
+    then = [everywhere(SYNCS[wire]), *([settled] if blocks > 5 else [])]
+    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=split(2, *then))
+
+
+@cache
+def plain(wire: str, tokens: int, blocks: int) -> Bench:
+    return Bench(made(wire, tokens, blocks))
 
 
 @pytest.mark.parametrize(
-    ("wire", "tokens", "blocks"), [*((wire, 1, 3) for wire in SYNCS), *((wire, 4, 3) for wire in SYNCS), ("Tagged", 1, 17)]
+    ("wire", "tokens", "blocks"),
+    [*((wire, 1, 3) for wire in SYNCS), ("Tagged", 4, 3), ("Sentinel", 2, 5), ("Flag", 2, 3), ("Tagged", 2, 17)],
 )
 def test_a_launch_of_several_steps_is_as_many_launches(wire: str, tokens: int, blocks: int) -> None:
     """From 13 and 29 rows on, six steps cross the border of a chunk, and its rows move from the last split to another."""
-    bench = Bench(made(wire, tokens, blocks))
+    bench = plain(wire, tokens, blocks)
     for seed, kv in enumerate((13, 29)):
         expected = singles(bench, 6, kv, tokens)
         for policy in (0, 1 + (seed + blocks) % (len(Policy) - 1)):
@@ -128,16 +136,18 @@ def test_rounds_wrap_within_a_launch(wire: str) -> None:
         assert together(bench, 4, 15, epoch=epoch).same(singles(bench, 4, 15, epoch=epoch)), f"from epoch {epoch}"
 
 
-@pytest.mark.parametrize(("wire", "tokens"), [("Tagged", 1), ("Tagged", 4), ("Sentinel", 4), ("Flag", 1)])
+@pytest.mark.parametrize(("wire", "tokens"), [("Tagged", 1), ("Tagged", 4), ("Sentinel", 2), ("Flag", 1)])
 def test_no_race_between_steps(wire: str, tokens: int) -> None:
-    """Rows that one block has appended are copied by another in the same launch: with four tokens in the step behind, else two later."""
-    bench = Bench(made(wire, tokens, 3), defines={DETECT: "1"})
-    for seed, kv in enumerate((0, 13, 30)):
+    """Rows that one block has appended are copied by another in the same launch: with several tokens in the step behind, else two later.
+    Steps one by one are those of the build without the detector."""
+    blocks = 5 if (wire, tokens) == ("Sentinel", 2) else 3
+    bench = Bench(made(wire, tokens, blocks), defines={DETECT: "1"})
+    for seed, kv in enumerate((0, 15 if tokens == 2 else 13, 30)):
         bench.program.seed = seed + 1
         found = together(bench, 4, kv, tokens)
         report = bench.program.report
         assert report is not None and not report.races, "\n".join(map(str, report.races))
-        assert found.same(singles(bench, 4, kv, tokens))
+        assert found.same(singles(plain(wire, tokens, blocks), 4, kv, tokens))
 
 
 @pytest.mark.parametrize("function", ["release_rows", "acquire_rows", "Tape::pass_gate"])
@@ -186,13 +196,10 @@ def noticed(bench: Bench, mutant: Mutant | None) -> bool:
     return False
 
 
-SCHEDULES: dict[str, Configure] = {"kv_loader": kv_loader, "gated": gated}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_other_loaders(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [kv_loader_and_held_shares, gated])
+def test_other_loaders(schedule: Configure) -> None:
     """Loaders run ahead into the next step, each as far as its ring and gates let it."""
-    kernel = compiled("llama-tiny", tokens=1, blocks=3, configure=split(2, SCHEDULES[schedule]))
+    kernel = compiled("llama-tiny", tokens=2, blocks=5, configure=split(2, schedule))
     bench = Bench(kernel)
     expected = singles(bench, 4, 14)
     for seed in (1, 2):
@@ -229,8 +236,8 @@ def test_without_the_flag_the_inputs_stay() -> None:
 
 def test_a_launch_ends_with_a_stop_id() -> None:
     """Loaders have begun the next step by then: what they wait for is given up, nothing is left in flight, the next launch is right."""
-    bench = Bench(made("Tagged", 1, 3), defines={DETECT: "1"})
-    every = singles(bench, 6, 20)
+    bench, one_by_one = Bench(made("Tagged", 1, 3), defines={DETECT: "1"}), plain("Tagged", 1, 3)
+    every = singles(one_by_one, 6, 20)
     for seed, at in enumerate((2, 0)):
         bench.program.seed = seed
         stop = every.ids[at]
@@ -239,7 +246,7 @@ def test_a_launch_ends_with_a_stop_id() -> None:
         report = bench.program.report
         assert report is not None and not report.races
         assert found.ids == every.ids[: first + 1]
-        assert found.same(singles(bench, first + 1, 20))
+        assert found.same(singles(one_by_one, first + 1, 20))
     assert together(bench, 6, 20).same(every)
 
 
@@ -271,7 +278,7 @@ def test_a_launch_given_up_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_is_refused() -> None:
     program = Bench(made("Tagged", 1, 3)).program
-    apart = Bench(compiled("llama-tiny", blocks=3, configure=lambda s: s.launch("op"))).program
+    apart = Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=lambda s: s.launch("op"))).program
     cases = [
         (program, 0, (), "MK466"),
         (program, MOST_STEPS + 1, (), "MK466"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from check_tools import without
 from lower_tools import GPU
@@ -18,7 +20,7 @@ from megadsl.lower.gathers import is_wide
 from megadsl.lower.memory import chunk_pieces, column_chunks
 from megadsl.lower.programs import instructions
 from megadsl.lower.tiling import tiling
-from tests.kernels import Bench, Configure, bits, check, compiled, config, judge, steps
+from tests.kernels import Bench, Configure, bits, check, compiled, config, judge, steps, together
 
 # Row groups of two tiles: whole ones of 4 panels for each of 8 warps; of 20 panels, which are two and a half for each.
 BROAD = {"hidden_size": 2048, "intermediate_size": 1040, "vocab_size": 64, "num_hidden_layers": 1}
@@ -38,16 +40,21 @@ def chunked(s: ScheduleBlock) -> None:
     s.batch(2)
 
 
+def held(s: ScheduleBlock) -> None:
+    sentinels(s)
+    for op in LINEARS:
+        s[op].prefetch(registers=2)
+
+
 def in_parts(s: ScheduleBlock) -> None:
     sentinels(s)
     s["down_proj"].columns(ways=2)
     s["o_proj"].prefetch(registers=2)
 
 
-def held(s: ScheduleBlock) -> None:
+def fixed_splits(s: ScheduleBlock) -> None:
     sentinels(s)
-    for op in LINEARS:
-        s[op].prefetch(registers=2)
+    s["attention"].split(kv=2)
 
 
 def forms(made: Compiled) -> dict[str, tuple[int, int]]:
@@ -57,20 +64,32 @@ def forms(made: Compiled) -> dict[str, tuple[int, int]]:
     return {op.name: (tiling(op).pieces, column_chunks(op, plan.graph, plan.schedule)) for op in wide}
 
 
-@pytest.mark.parametrize(
-    ("fields", "tokens", "blocks", "configure"),
-    [
-        ({}, 8, 7, sentinels),
-        ({"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 176}, 11, 5, sentinels),
-        (ODD, 16, 4, sentinels),
-        (BROAD, 16, 3, sentinels),
-        (BROAD, 16, 3, chunked),
-        (BROAD, 11, 5, held),
-        (BROAD, 9, 3, in_parts),
-    ],
-)
-def test_kernels(fields: dict[str, int], tokens: int, blocks: int, configure: Configure) -> None:
-    made = compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure, max_kv=64)
+FIVE_HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 176}
+KERNELS: dict[str, tuple[dict[str, int], int, int, Configure]] = {
+    "8 tokens": ({}, 8, 7, sentinels),
+    "five heads": (FIVE_HEADS, 11, 5, sentinels),
+    "odd": (ODD, 16, 4, fixed_splits),
+    "odd, 3 blocks": (ODD, 16, 3, fixed_splits),
+    "broad": (BROAD, 16, 3, sentinels),
+    "chunked": (BROAD, 16, 3, chunked),
+    "held": (BROAD, 11, 5, held),
+    "in parts": (BROAD, 9, 3, in_parts),
+}
+
+
+@cache
+def kernels() -> dict[str, Compiled]:
+    made = (
+        compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure, max_kv=64)
+        for fields, tokens, blocks, configure in KERNELS.values()
+    )
+    return dict(zip(KERNELS, together(*made), strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name: str) -> None:
+    made = kernels()[name]
+    tokens = made.manifest["tokens"]
     assert set(forms(made)) == set(LINEARS)
     assert check_plan(made.plan, GPU).findings == ()
     assert not [i for p in made.plan.programs for i in instructions(p.body) if i.call == "matrix" and "gathered" in i.syncs]
@@ -88,16 +107,8 @@ def test_chunks_fit_registers() -> None:
 
 def test_any_number_of_blocks_gives_the_same_bits() -> None:
     """Which panels a warp has depends on its block; in which order sums are added does not."""
-    found = []
-    for blocks in (3, 4):
-        made = compiled("llama-tiny", tokens=6, blocks=blocks, fields=config(**ODD), configure=fixed_splits, max_kv=64)
-        found.append(Bench(made).play(steps(made, [(20, 6)]))[0])
+    found = [Bench(made).play(steps(made, [(20, 6)]))[0] for made in (kernels()["odd"], kernels()["odd, 3 blocks"])]
     assert bits(found[0].logits).equal(bits(found[1].logits))
-
-
-def fixed_splits(s: ScheduleBlock) -> None:
-    sentinels(s)
-    s["attention"].split(kv=2)
 
 
 @pytest.mark.parametrize("configure", [held, chunked])

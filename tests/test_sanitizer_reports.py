@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.sanitizer_reports import UNJUSTIFIED, called_from, callers, headers, judge, record, summarise, wrapper_at
+from tools import sanitize
+from tools.sanitizer_reports import UNJUSTIFIED, UNREAD, Instruction, headers, judge, line_table, record, summarise, wrapper_at
 
 HEADERS = headers()
 
@@ -76,35 +79,60 @@ API_ERROR = f"""{HEAD}\
 ========= ERROR SUMMARY: 1 error
 """
 
-LISTING = """\
-\t.section\t.nv.info,"",@"SHT_CUDA_INFO"
-\t//## File "/a/include/megadsl/ring.h", line 1
-        /*22270*/                   NOP ;
-\t.section\t.text.megakernel,"ax",@progbits
-.text.megakernel:
-        /*4210*/                   NOP ;
-\t//## File "/a/include/megadsl/ptx/smem.h", line 117 inlined at "/a/include/megadsl/prologue.h", line 9
-\t//## File "/a/include/megadsl/prologue.h", line 9 inlined at "/a/kernel.cu", line 136
-\t//## File "/a/kernel.cu", line 136
-        /*4220*/                   LDS.128 R20, [R20] ;
-\t//## File "/a/kernel.cu", line 118 inlined at "/a/kernel.cu", line 325
-\t//## File "/a/kernel.cu", line 325
-\t//## File "/a/include/megadsl/ptx/copy.h", line 42 inlined at "/a/include/megadsl/ring.h", line 80
-\t//## File "/a/include/megadsl/ring.h", line 80
-        /*22260*/                   UMOV UR4, 0x8 ;
-.L_x_14:
-        /*22270*/                   UBLKCP.S.G [UR4], [UR12], UR11, desc[UR20] ;
+# of a kernel of sentinels, where the tool names one side of each race by its offset alone
+BARE = f"""{HEAD}\
+========= Error: Race reported between Write access at megakernel+0x57e0
+=========     and Read access at T1 mk::ptx::ld_shared<mk::u32x4>(mk::ptx::smem_ptr<T1>)+0x7c60 in {LOAD_U32X4} [2048 hazards]
+=========     and Read access at T1 mk::ptx::ld_shared<mk::u32x4>(mk::ptx::smem_ptr<T1>)+0x8030 in {LOAD_U32X4} [15872 hazards]
+=========\x20
+========= Error: Race reported between Read access at megakernel+0x52a0
+=========     and Write access at mk::ptx::st_shared_volatile({WORD}, unsigned int)+0x8fb0 in {STORE_VOLATILE} [32 hazards]
+=========     and Write access at mk::ptx::st_shared_volatile({WORD}, unsigned int)+0xfa70 in {STORE_VOLATILE} [8 hazards]
+=========\x20
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
 
 
+def frames(line: str, *callers: str) -> str:
+    """A chain of frames as nvdisasm prints it, the innermost first; each is file:line under a folder."""
+    chain = [(f"/a/include/megadsl/{name}", number) for name, _, number in (text.partition(":") for text in (line, *callers))]
+    after = [*(f' inlined at "{name}", line {number}' for name, number in chain[1:]), ""]
+    return "".join(f'\t//## File "{n}", line {k}{rest}\n' for (n, k), rest in zip(chain, after, strict=True))
+
+
+LISTING = f"""\
+\t.section\t.nv.info,"",@"SHT_CUDA_INFO"
+\t//## File "/a/include/megadsl/ring.h", line 1
+        /*57e0*/                   NOP ;
+\t.section\t.text.megakernel,"ax",@progbits
+.text.megakernel:
+        /*5280*/                   NOP ;
+{frames(f"ptx/{LOAD_VOLATILE}", "ring.h:54", "ring.h:74", "kernel.cu:358")}\
+        /*52a0*/               @P1 LDS R95, [R63+UR16] ;
+{frames("ring.h:82", "tape.h:197")}\
+{frames(f"ptx/{COPY}", "ring.h:83", "tape.h:197", "kernel.cu:358")}\
+        /*57d0*/                   UMOV UR4, 0x8 ;
+.L_x_14:
+        /*57e0*/                   UBLKCP.S.G [UR4], [UR8], UR6, desc[UR22] ;
+{frames(f"ptx/{LOAD_U32X4}", "direct.h:55", "kernel.cu:356")}\
+        /*7c60*/              @!P0 LDS.128 R24, [R17] ;
+{frames(f"ptx/{LOAD_U32X4}", "direct.h:180", "kernel.cu:356")}\
+        /*8030*/              @!P0 LDS.128 R24, [R41] ;
+{frames(f"ptx/{STORE_VOLATILE}", "ptx/smem.h:146", "block.h:55", "kernel.cu:356")}\
+        /*8fb0*/              @!P0 STS [R25], R24 ;
+        /*fa70*/             @!UP2 STS [R43], RZ ;
+"""
+TABLE = line_table(LISTING, "megakernel")
+
+
 def barrier(kernel: str, text: str, code: int = 0) -> dict[str, Any]:
-    return {"kernel": kernel, "tool": "racecheck", "exit": code, **summarise(text, HEADERS)}
+    return {"kernel": kernel, "tool": "racecheck", "exit": code, **summarise("racecheck", text, HEADERS, {})}
 
 
-def model(tool: str, text: str) -> dict[str, Any]:
+def model(tool: str, text: str, table: Mapping[int, Instruction] | None = None) -> dict[str, Any]:
     digests = {"llama-tiny/4/tagged": "94e5cd0574cd2a94"}
     row = {"tool": tool, "exit": 0, "cases": list(digests), "digests": digests, "as_without": dict.fromkeys(digests, True)}
-    return row | summarise(text, HEADERS)
+    return row | summarise(tool, text, HEADERS, table or {})
 
 
 def judged(barriers: list[dict[str, Any]], *models: dict[str, Any]) -> dict[str, Any]:
@@ -121,18 +149,96 @@ def without(kernel: str, *instead: dict[str, Any]) -> list[dict[str, Any]]:
     return [*(row for row in REPRODUCERS if row["kernel"] != kernel), *instead]
 
 
+def read(text: str, table: Mapping[int, Instruction] | None = None) -> dict[str, Any]:
+    return summarise("racecheck", text, HEADERS, table or {})
+
+
 def test_sides_are_wrappers_by_line_and_not_by_the_name_that_was_inlined() -> None:
-    assert summarise(MODEL, HEADERS)["pairs"] == {RING: 67584, HINT: 64}
-    assert summarise(MODEL, HEADERS)["races"] == [[RING], [HINT]]
-    assert summarise(ELECT, HEADERS)["pairs"] == {RING: 248}
-    assert summarise(RACE, HEADERS)["pairs"] == {"read ld_shared x write st_shared": 4}
+    assert read(MODEL)["pairs"] == {RING: 67584, HINT: 64}
+    assert read(MODEL)["races"] == [[RING], [HINT]]
+    assert read(ELECT)["pairs"] == {RING: 248}
+    assert read(RACE)["pairs"] == {"read ld_shared x write st_shared": 4}
+    assert not any(read(text)["unread"] for text in (MODEL, ELECT, RACE, HINTED, CLEAN_RACECHECK))
+
+
+def test_a_side_without_a_line_is_what_stands_at_its_offset() -> None:
+    found = read(BARE, TABLE)
+    assert found["pairs"] == {RING: 17920, HINT: 40} and found["races"] == [[RING], [HINT]] and found["unread"] == []
+    judged_ = judged(REPRODUCERS, model("racecheck", BARE, TABLE))
+    assert (judged_["justified"], judged_["unjustified"], judged_["unread"], judged_["complaints"]) == (2, 0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({0x57E0: None}, {"hint": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0x52A0: None}, {"elect": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0xFA70: None}, {"elect": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0x7C60: ("LDS", "smem.h", 1)}, {"hint": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0x57E0: ("IMAD", *COPY.split(":"))}, {"hint": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0x52A0: ("STS", *STORE_VOLATILE.split(":"))}, {"elect": 1, UNREAD: 1, UNJUSTIFIED: 0}),
+        ({0x57E0: ("STS", *STORE_VOLATILE.split(":"))}, {"hint": 1, UNJUSTIFIED: 1}),
+    ],
+    ids=["no bulk copy", "no load", "no store", "another line than the tool's", "no access", "a store for a load", "another wrapper"],
+)
+def test_a_table_of_another_kernel_justifies_nothing(change: dict[int, Any], verdict: dict[str, int]) -> None:
+    table = {offset: place for offset, place in TABLE.items() if offset not in change}
+    for offset, place in change.items():
+        if place is not None:
+            table[offset] = Instruction(place[0], place[1], int(place[2]), "")
+    found = judged(REPRODUCERS, model("racecheck", BARE, table))
+    assert found["models"][1]["verdicts"] == verdict and len(found["complaints"]) == 1
+
+
+def test_sides_without_lines_and_without_a_table_are_unread() -> None:
+    found = judged(REPRODUCERS, model("racecheck", BARE))
+    assert found["models"][1]["verdicts"] == {UNREAD: 2, UNJUSTIFIED: 0} and (found["justified"], found["unread"]) == (0, 2)
+    first = "Error: Race reported between Write access at megakernel+0x57e0"
+    assert found["complaints"] == [f"racecheck: 2 parts of the report cannot be read, the first: {first}"]
+    assert read(BARE)["races"][0] == [f"read ld_shared x write {UNREAD}"]
+
+
+def test_what_is_no_side_is_never_passed_over() -> None:
+    def unread(old: str, new: str) -> list[str]:
+        found = judged(REPRODUCERS, model("racecheck", MODEL.replace(old, new)))
+        assert any("cannot be read" in line for line in found["complaints"])
+        unread: list[str] = found["models"][1]["unread"]
+        return unread
+
+    assert unread(f"in {LOAD_U32X4} [4096", f"near {LOAD_U32X4} [4096")[0].endswith("near " + LOAD_U32X4 + " [4096 hazards]")
+    lonely = (
+        f"=========     and Write access at mk::ptx::st_shared_volatile({WORD}, unsigned int)+0x4850 in {STORE_VOLATILE} [64 hazards]\n"
+    )
+    assert unread(lonely, "") == ["a race with one side: read ld_shared_volatile at 0x21c30"]
+    assert unread("========= RACECHECK", f"{lonely}========= RACECHECK")[0].startswith("a side of no race: and Write access")
+    assert unread("========= RACECHECK", "========= Internal Sanitizer Error\n========= RACECHECK") == ["Internal Sanitizer Error"]
+    barrier_ = barrier("hint", HINTED.replace(f" in {LOAD_VOLATILE}", ""))
+    found = judged(without("hint", barrier_), model("racecheck", MODEL))
+    assert found["models"][1]["verdicts"] == {"elect": 1, UNJUSTIFIED: 1} and "kernel 'hint': 1 parts" in found["complaints"][0]
+
+
+def test_saved_reports_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [model("racecheck", MODEL) | {"cases": ["llama-tiny/1/sentinel"]}, model("memcheck", CLEAN)]
+    old = judged([*REPRODUCERS, barrier("hint", CLEAN) | {"tool": "synccheck"}], *rows)
+    (tmp_path / "summary.json").write_text(json.dumps(old))
+    texts = {"refill": CLEAN_RACECHECK, "elect": ELECT, "hint": HINTED, "race": RACE}
+    sections = [*((f"{name}, racecheck", text) for name, text in texts.items()), ("hint, synccheck", CLEAN)]
+    (tmp_path / "barriers.txt").write_text("".join(f"==== {name}\n{text}\n" for name, text in sections))
+    (tmp_path / "models-racecheck-llama-tiny-1-sentinel.txt").write_text(BARE)
+    (tmp_path / "models-racecheck-llama-tiny-1-sentinel.cubin").write_text("kept, so that nothing is compiled")
+    (tmp_path / "models-memcheck.txt").write_text(CLEAN)
+    monkeypatch.setattr(sanitize, "table_of", lambda cubin: TABLE if cubin.suffix == ".cubin" and cubin.exists() else {})
+    found = sanitize.again(tmp_path)
+    judge(found)
+    assert found["models"][1]["pairs"] == {RING: 17920, HINT: 40}
+    assert (found["justified"], found["complaints"]) == (2, []) and found["models"][1]["digests"] == old["models"][1]["digests"]
 
 
 def test_a_line_in_no_wrapper_stays_a_line() -> None:
     assert wrapper_at(HEADERS["smem.h"], 1, "read") is None
     assert wrapper_at(HEADERS["smem.h"], 10**6, "read") is None
     text = MODEL.replace(LOAD_U32X4, "kernel.cu:7")
-    assert summarise(text, HEADERS)["races"][0] == ["read kernel.cu:7 x write bulk_load"]
+    assert read(text)["races"][0] == ["read kernel.cu:7 x write bulk_load"]
 
 
 def test_reproduced_pairs_are_justified() -> None:
@@ -183,8 +289,22 @@ def test_other_complaints() -> None:
 
 
 def test_callers_come_from_the_line_table() -> None:
-    assert callers(LISTING, "megakernel") == {0x4220: "prologue.h:9", 0x22260: "ring.h:80", 0x22270: "ring.h:80"}
-    assert called_from(MODEL, HEADERS, LISTING, "megakernel") == {"read ld_shared": ["prologue.h:9"], "write bulk_load": ["ring.h:80"]}
+    assert 0x5280 not in TABLE
+    assert TABLE[0x57E0] == Instruction("UBLKCP.S.G", "copy.h", int(COPY.partition(":")[2]), "ring.h:83")
+    assert {offset: place.caller for offset, place in TABLE.items()} == {
+        0x52A0: "ring.h:54",
+        **dict.fromkeys((0x57D0, 0x57E0), "ring.h:83"),
+        0x7C60: "direct.h:55",
+        0x8030: "direct.h:180",
+        **dict.fromkeys((0x8FB0, 0xFA70), "block.h:55"),
+    }
+    assert [TABLE[offset].opcode for offset in (0x52A0, 0x7C60, 0xFA70)] == ["LDS", "LDS.128", "STS"]
+    assert read(BARE, TABLE)["callers"] == {
+        "read ld_shared": ["direct.h:180", "direct.h:55"],
+        "read ld_shared_volatile": ["ring.h:54"],
+        "write bulk_load": ["ring.h:83"],
+        "write st_shared_volatile": ["block.h:55"],
+    }
 
 
 def test_the_record_is_small_and_adds_up_the_runs_of_a_tool() -> None:

@@ -6,7 +6,9 @@ Every case (model, tokens, kind of sync) takes two steps, twice; each tool must 
 tools/barriers.cu runs under racecheck and synccheck beside it: a race that racecheck also reports of a kernel there that is right is
 justified by that kernel (tools/sanitizer_reports.py); any other finding is UNJUSTIFIED, and makes this program exit with 1.
 
-DIR gets the tools' whole reports, summary.json, and record.json: the same without lines and logits, small enough to be committed.
+DIR gets the tools' whole reports, the kernels' cubins, summary.json, and record.json: the same without lines and logits, small enough
+to be committed. --again reads the reports that lie in DIR once more, without a GPU. A cubin that DIR lacks is compiled again: by the
+line tables it must be the one that ran.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from megadsl.resources import include
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import random_weights
-from tools.sanitizer_reports import called_from, headers, judge, record, summarise
+from tools.sanitizer_reports import Instruction, headers, judge, line_table, record, summarise
 from tools.syncs import SYNCS, synced
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -90,7 +92,7 @@ def child(cases: Sequence[str]) -> None:
 
 
 def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float, options: Sequence[str]) -> dict[str, Any]:
-    """Run a command under a tool (None: without), with its report in a file; how it went."""
+    """Run a command under a tool (None: without), with its report in a file, which is not read yet; how it went."""
     wrapped = list(command)
     if tool is not None:
         options = [*OPTIONS.get(tool, ()), *options, "--log-file", str(report)]
@@ -108,41 +110,62 @@ def under(tool: str | None, command: Sequence[str], report: Path, limit_s: float
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
         output, _ = process.communicate()
-    said = report.read_text(errors="replace") if report.exists() else ""
     found = {"tool": tool or "none", "seconds": round(time.perf_counter() - began, 1), "exit": code, "timed_out": code is None}
-    return found | {"output": output.splitlines()[-40:]} | (summarise(said, headers()) if tool else {})
+    return found | {"output": output.splitlines()[-40:]}
 
 
-def callers_in(case: str, report: Path) -> dict[str, list[str]]:
-    """Who called the wrappers that a racecheck report of one case names; nobody if there is no nvdisasm or it refuses the cubin."""
-    cubin = build_cubin(compiled(case).source, DEFAULT_ARCH, [include()], {}).path
+def report_of(out: Path, tool: str, cases: Sequence[str]) -> Path:
+    """Where the report of a run lies. racecheck gets a process a case: its report does not say which kernel it means."""
+    return out / ("-".join(["models", tool, *(cases[0].split("/") if tool == "racecheck" else [])]) + ".txt")
+
+
+def build(cases: Sequence[str], out: Path, anew: bool) -> None:
+    """All cubins into ``out``, beside the reports, side by side; a kernel takes one schedule at a time, so that compiling is not."""
+    places = {case: report_of(out, "racecheck", [case]).with_suffix(".cubin") for case in cases}
+    sources = {case: compiled(case).source for case, place in places.items() if anew or not place.exists()}
+
+    def one(case: str) -> None:
+        shutil.copyfile(build_cubin(sources[case], DEFAULT_ARCH, [include()], {}).path, places[case])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, sources))
+
+
+def table_of(cubin: Path) -> dict[int, Instruction]:
+    """The line table of a kernel; empty without nvdisasm, or if that refuses the cubin."""
     try:
         command = [str(find_tool("nvdisasm").path), "-gi", str(cubin)]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return line_table(subprocess.run(command, capture_output=True, text=True, check=True).stdout, "megakernel")
     except (mk.MegadslError, subprocess.CalledProcessError) as refusal:
         print(refusal, flush=True)
         return {}
-    return called_from(report.read_text(errors="replace"), headers(), listing, "megakernel") if report.exists() else {}
+
+
+def read(row: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A row of models with what its report says."""
+    tool, report = row["tool"], report_of(out, row["tool"], row["cases"])
+    table = table_of(report.with_suffix(".cubin")) if tool == "racecheck" else {}
+    return row | summarise(tool, report.read_text(errors="replace") if report.exists() else "", headers(), table)
 
 
 def models(
     tools: Sequence[str], cases: Sequence[str], out: Path, limit_s: float, jobs: int, options: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All cases without a tool, then under each. racecheck gets a process a case: its report does not say which kernel it means."""
+    """All cases without a tool, then under each."""
 
     def run(tool: str | None, chosen: Sequence[str]) -> dict[str, Any]:
         own = [] if tool in (None, "initcheck") else ["--kernel-name", "kns=megakernel"]  # initcheck must see torch's writes
-        report = out / "-".join(["models", tool or "none", *(chosen[0].split("/") if tool == "racecheck" else [])])
+        report = report_of(out, tool or "none", chosen)
+        report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tools.sanitize", "--child", "--cases", *chosen]
-        found = under(tool, command, report.with_suffix(".txt"), limit_s, [*own, *options])
+        found = under(tool, command, report, limit_s, [*own, *options]) | {"cases": list(chosen)}
+        found |= read(found, out) if tool else {}
         digests = dict(re.findall(r"case (\S+) (\S+) ", "\n".join(found["output"])))
         print(
             f"{found['tool']:<10} {found['seconds']:>6} s  exit {found['exit']}  cases {len(digests)}  findings {found.get('findings')}",
             flush=True,
         )
-        if tool == "racecheck":
-            found["callers"] = callers_in(chosen[0], report.with_suffix(".txt"))
-        return found | {"cases": list(chosen), "digests": digests}
+        return found | {"digests": digests}
 
     plain = run(None, cases)
     each = [(tool, chosen) for tool in tools for chosen in ([[case] for case in cases] if tool == "racecheck" else [cases])]
@@ -166,21 +189,40 @@ def barriers(tools: Sequence[str], out: Path, options: Sequence[str]) -> list[di
         return [{"kernel": "none", "error": built.stdout + built.stderr}]
     with (out / "barriers.txt").open("w") as reports:
         for (number, name), tool in product(enumerate(BARRIERS), tools):
+            report.unlink(missing_ok=True)
             found = under(tool, [str(binary), str(number)], report, 120, options)
-            print(f"barriers {name:<8} {tool:<10} exit {found['exit']}  findings {found['findings']}", flush=True)
-            rows.append({"kernel": name} | found)
-            if report.exists():
-                reports.write(f"==== {name}, {tool}\n{report.read_text(errors='replace')}\n")
-                report.unlink()
+            said = report.read_text(errors="replace") if report.exists() else ""
+            rows.append({"kernel": name} | found | summarise(tool, said, headers(), {}))
+            print(f"barriers {name:<8} {tool:<10} exit {found['exit']}  findings {rows[-1]['findings']}", flush=True)
+            reports.write(f"==== {name}, {tool}\n{said}\n")
+    report.unlink(missing_ok=True)
     binary.unlink()
     return rows
 
 
-def build(cases: Sequence[str]) -> None:
-    """All cubins, side by side; a kernel takes one schedule at a time, so that compiling is not."""
-    sources = [compiled(case).source for case in cases]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda source: build_cubin(source, DEFAULT_ARCH, [include()], {}), sources))
+def again(out: Path) -> dict[str, Any]:
+    """The summary in a folder, its reports read once more."""
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    said = dict(re.findall(r"^==== (\w+, \w+)\n(.*?)(?=^==== |\Z)", (out / "barriers.txt").read_text(), re.MULTILINE | re.DOTALL))
+    found["barriers"] = [
+        row if "error" in row else row | summarise(row["tool"], said[f"{row['kernel']}, {row['tool']}"], headers(), {})
+        for row in found["barriers"]
+    ]
+    build([case for row in found["models"] if row["tool"] == "racecheck" for case in row["cases"]], out, anew=False)
+    found["models"] = [row if row["tool"] == "none" else read(row, out) for row in found["models"]]
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything that the arguments ask for."""
+    options = args.options.split()
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")
+    build(args.cases, args.out, anew=True)
+    shared = [tool for tool in args.tools if tool in ("racecheck", "synccheck")]
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "version": version}
+    found["barriers"] = barriers(shared, args.out, options)
+    found["models"] = models(args.tools, args.cases, args.out, args.limit, args.jobs, options)
+    return found
 
 
 def main() -> None:
@@ -191,6 +233,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that one tool may take")
     parser.add_argument("--jobs", type=int, default=4, help="tools that run at the same time")
     parser.add_argument("--options", default="", help="more options for compute-sanitizer, separated by spaces")
+    parser.add_argument("--again", action="store_true", help="read the reports in DIR again instead of running anything")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -199,17 +242,12 @@ def main() -> None:
     if args.out is None:
         parser.error("--out is missing")
     args.out.mkdir(parents=True, exist_ok=True)
-    options = args.options.split()
-    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")
-    build(args.cases)
-    shared = [tool for tool in args.tools if tool in ("racecheck", "synccheck")]
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "version": version}
-    found["barriers"] = barriers(shared, args.out, options)
-    found["models"] = models(args.tools, args.cases, args.out, args.limit, args.jobs, options)
+    found = again(args.out) if args.again else measure(args)
     judge(found)
     (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "record.json").write_text(json.dumps(record(found), indent=1) + "\n")
-    print("\n".join([f"justified {found['justified']}, unjustified {found['unjustified']}", *found["complaints"]]))
+    counts = ", ".join(f"{kind} {found[kind]}" for kind in ("justified", "unjustified", "unread"))
+    print("\n".join([counts, *found["complaints"]]))
     sys.exit(1 if found["complaints"] else 0)
 
 

@@ -6,6 +6,10 @@ that its line stands in, and a race for a pair of wrappers. A pair that JUSTIFIE
 that and is right by PTX, is reported for the same pair in the same session. Who called a wrapper is read from nvdisasm's line
 table of the same cubin, for the reader to compare: that the pair is used the same way in a model is shown by the plan checker and by
 the race detector, not here.
+
+Some sides the tool names by their offset in the kernel alone. Their lines come from that table too, which must agree with each line
+that the tool does give, and have an access to shared memory wherever it says that there is one: else it is not of the cubin that ran.
+Whatever part of a report stays unread is UNREAD and justified by nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 
 from megadsl.resources import include
 
-UNJUSTIFIED = "UNJUSTIFIED"
+UNJUSTIFIED, UNREAD = "UNJUSTIFIED", "UNREAD"
 
 # side x side: the kernel of tools/barriers.cu that does this rightly and is reported for it
 JUSTIFIED = {
@@ -31,17 +35,28 @@ _LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
 _FINDING = re.compile(
     r"=+ (?:Error: |Warning: )?((?:Race reported|Potential \w+ hazard|Invalid |Uninitialized |Barrier error|Program hit).*)"
 )
-_SIDE = re.compile(r"(Read|Write) access at .*?\+0x([0-9a-f]+) in ([\w.]+):(\d+)(?: \[(\d+) hazards?\])?$")
+_SIDE = re.compile(r"(Read|Write) access at .*\+0x([0-9a-f]+)(?: in ([\w.]+):(\d+))?(?: \[(\d+) hazards?\])?$")
 _FRAME = re.compile(r'//## File "([^"]+)", line (\d+)( inlined at)?')
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+_OPCODES = {"read": ("LDS",), "write": ("STS", "UBLKCP")}  # how SASS begins that accesses shared memory
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction by the line table: its opcode, file and line where it stands itself, and file:line of who called that wrapper."""
+
+    opcode: str
+    file: str
+    line: int
+    caller: str
 
 
 @dataclass(frozen=True)
 class Race:
     """One of racecheck's reports: its pairs of sides, as in JUSTIFIED, how many hazards each pair has, and where its sides stand.
 
-    ``places`` are (side, offset of the instruction in the kernel).
+    ``places`` are (side, offset of the instruction in the kernel). A side that could not be read is UNREAD instead of a wrapper.
     """
 
     pairs: Mapping[str, int]
@@ -75,67 +90,100 @@ def wrapper_at(header: str, line: int, access: str) -> str | None:
     return None
 
 
-def _side(access: str, file: str, line: int, headers: Mapping[str, str]) -> str:
-    access = access.lower()
-    return f"{access} {wrapper_at(headers.get(file, ''), line, access) or f'{file}:{line}'}"
+class _Reader:
+    """Reads a racecheck report line by line: what it could read, and each line or race that it could not."""
 
+    def __init__(self, headers: Mapping[str, str], table: Mapping[int, Instruction]) -> None:
+        self.headers, self.table = headers, table
+        self.races: list[Race] = []
+        self.unread: list[str] = []
+        self.sides: list[tuple[str, int, int]] = []  # of the race at hand: name, offset, hazards; the first against all others
 
-def races(text: str, headers: Mapping[str, str]) -> list[Race]:
-    """The races of a racecheck report; ``headers`` are the texts of the PTX headers by file name."""
-    found: list[Race] = []
-    sides: list[tuple[str, int, int]] = []  # of the race that is being read: name, offset, hazards; the first against all others
+    def line(self, said: str) -> None:
+        if not said or said == "COMPUTE-SANITIZER" or _SUMMARY.match(said):
+            self.close()
+            return
+        side = _SIDE.search(said)
+        if side is None:
+            self.unread.append(said)
+            return
+        if "Race reported between" in said:
+            self.close()
+        elif not self.sides:
+            self.unread.append(f"a side of no race: {said}")
+        access, offset = side[1].lower(), int(side[2], 16)
+        place = self._place(access, offset, (side[3], int(side[4])) if side[3] else None)
+        if place is None:
+            self.unread.append(said)
+        name = UNREAD if place is None else wrapper_at(self.headers.get(place[0], ""), place[1], access) or f"{place[0]}:{place[1]}"
+        self.sides.append((f"{access} {name}", offset, int(side[5] or 1)))
 
-    def close() -> None:
+    def _place(self, access: str, offset: int, given: tuple[str, int] | None) -> tuple[str, int] | None:
+        """File and line of a side; None where nobody knows them, or the line table contradicts what the tool says."""
+        known = self.table.get(offset)
+        if known is None:
+            return None if self.table else given
+        said = (known.file, known.line)
+        return said if known.opcode.startswith(_OPCODES[access]) and given in (None, said) else None
+
+    def close(self) -> None:
+        """The race at hand has no more sides."""
+        if len(self.sides) == 1:
+            self.unread.append(f"a race with one side: {self.sides[0][0]} at 0x{self.sides[0][1]:x}")
         pairs: Counter[str] = Counter()
-        for name, _, hazards in sides[1:]:
-            pairs[" x ".join(sorted((sides[0][0], name)))] += hazards
-        if sides:
-            found.append(Race(dict(pairs), frozenset((name, offset) for name, offset, _ in sides)))
-        sides.clear()
-
-    for line in text.splitlines():
-        side = _SIDE.search(line)
-        if side is None or "Race reported between" in line:
-            close()
-        if side is not None:
-            name = _side(side[1], side[3], int(side[4]), headers)
-            sides.append((name, int(side[2], 16), int(side[5] or 1)))
-    close()
-    return found
+        for name, _, hazards in self.sides[1:]:
+            pairs[" x ".join(sorted((self.sides[0][0], name)))] += hazards
+        if self.sides:
+            self.races.append(Race(dict(pairs), frozenset((name, offset) for name, offset, _ in self.sides)))
+        self.sides = []
 
 
-def callers(listing: str, kernel: str) -> dict[int, str]:
-    """Who called the PTX wrapper that an instruction of a kernel comes from: file:line by offset.
+def races(text: str, headers: Mapping[str, str], table: Mapping[int, Instruction]) -> tuple[list[Race], list[str]]:
+    """The races of a racecheck report, and what of it could not be read.
 
-    ``listing`` is what ``nvdisasm -gi`` prints of the cubin. A chain of frames, the innermost first, stands before the first of
-    its instructions. The caller is the first frame in none of the PTX headers.
+    ``headers`` are the texts of the PTX headers by file name, ``table`` the line table of the kernel that ran, empty if there is none.
     """
-    found: dict[int, str] = {}
-    caller, inside, chained = "", False, False
+    reader = _Reader(headers, table)
+    for line in text.splitlines():
+        reader.line(line.lstrip("=").strip())
+    reader.close()
+    return reader.races, reader.unread
+
+
+def line_table(listing: str, kernel: str) -> dict[int, Instruction]:
+    """The instructions of a kernel by offset, as far as they have lines; ``listing`` is what ``nvdisasm -gi`` prints of its cubin.
+
+    A chain of frames, the innermost first, stands before the first of its instructions. The caller is the first frame in none of the
+    PTX headers.
+    """
+    found: dict[int, Instruction] = {}
+    chain: list[tuple[str, int]] = []
+    inside, chained = False, False
     for line in listing.splitlines():
         if "\t.section\t" in line:
-            inside = f".text.{kernel}," in line
+            inside, chain = f".text.{kernel}," in line, []
         if not inside:
             continue
         if (frame := _FRAME.search(line)) is not None:
-            if not chained:
-                caller = ""
-            if not caller and "/ptx/" not in frame[1]:
-                caller = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
+            chain = [*(chain if chained else []), (frame[1], int(frame[2]))]
             chained = frame[3] is not None
-        elif caller and (instruction := _INSTRUCTION.search(line)) is not None:
-            found[int(instruction[1], 16)] = caller
+        elif chain and (instruction := _INSTRUCTION.search(line)) is not None:
+            caller = next((f"{_name(path)}:{number}" for path, number in chain if "/ptx/" not in path), "")
+            found[int(instruction[1], 16)] = Instruction(instruction[2], _name(chain[0][0]), chain[0][1], caller)
     return found
 
 
-def called_from(text: str, headers: Mapping[str, str], listing: str, kernel: str) -> dict[str, list[str]]:
-    """The callers of each side of a racecheck report's races; a side without any stays out."""
-    known = callers(listing, kernel)
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def called_from(reported: Sequence[Race], table: Mapping[int, Instruction]) -> dict[str, list[str]]:
+    """The callers of each side of the races; a side without any stays out."""
     found: dict[str, set[str]] = {}
-    for race in races(text, headers):
+    for race in reported:
         for side, offset in race.places:
-            if offset in known:
-                found.setdefault(side, set()).add(known[offset])
+            if offset in table and table[offset].caller:
+                found.setdefault(side, set()).add(table[offset].caller)
     return {side: sorted(places) for side, places in sorted(found.items())}
 
 
@@ -153,9 +201,10 @@ def kinds(text: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def summarise(text: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """One report: its count, kinds, the lines of ours that it names, pairs of sides with their hazards, and the pairs of each race."""
-    reported = races(text, headers)
+def summarise(tool: str, text: str, headers: Mapping[str, str], table: Mapping[int, Instruction]) -> dict[str, Any]:
+    """One report: its count, kinds, the lines of ours that it names, pairs of sides with their hazards, the pairs of each race,
+    callers, and what of a racecheck report could not be read."""
+    reported, unread = races(text, headers, table) if tool == "racecheck" else ([], [])
     pairs: Counter[str] = Counter()
     for race in reported:
         pairs.update(race.pairs)
@@ -165,6 +214,8 @@ def summarise(text: str, headers: Mapping[str, str]) -> dict[str, Any]:
         "lines": dict(Counter(f"{name}:{number}" for name, number in _LINE.findall(text)).most_common(40)),
         "pairs": dict(pairs.most_common()),
         "races": [sorted(race.pairs) for race in reported],
+        "callers": called_from(reported, table),
+        "unread": unread,
     }
 
 
@@ -173,20 +224,27 @@ def reproduced(barriers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {
         pair: kernel
         for pair, kernel in JUSTIFIED.items()
-        if any(row["kernel"] == kernel and row["tool"] == "racecheck" and row["exit"] == 0 and pair in row["pairs"] for row in barriers)
+        if any(
+            row["kernel"] == kernel and row["tool"] == "racecheck" and row["exit"] == 0 and not row["unread"] and pair in row["pairs"]
+            for row in barriers
+        )
     }
 
 
 def verdicts(row: Mapping[str, Any], justified: Mapping[str, str]) -> dict[str, int]:
-    """How many findings of a row are justified by which kernel, and how many are UNJUSTIFIED.
+    """How many findings of a row are justified by which kernel, how many are UNREAD, and how many UNJUSTIFIED.
 
-    A race is justified if all its pairs are. A finding that could not be read, and any of another tool, is not.
+    A race is justified if all its pairs are. A finding that no race was read for, and any of another tool, is not.
     """
     count: Counter[str] = Counter()
     for pairs in row["races"]:
-        if pairs and all(pair in justified for pair in pairs):
+        if not pairs or any(UNREAD in pair for pair in pairs):
+            count[UNREAD] += 1
+        elif all(pair in justified for pair in pairs):
             count[" and ".join(sorted({justified[pair] for pair in pairs}))] += 1
-    count[UNJUSTIFIED] = max((row["findings"] or 0) - count.total(), len(row["races"]) - count.total(), 0)
+        else:
+            count[UNJUSTIFIED] += 1
+    count[UNJUSTIFIED] += max((row["findings"] or 0) - count.total(), 0)
     return {**count}
 
 
@@ -195,6 +253,7 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
     lines = [f"barriers: {row['error']}" for row in found["barriers"] if "error" in row]
     barriers = [row for row in found["barriers"] if row.get("tool") == "racecheck"]
     lines += [f"racecheck does not report kernel {RACY!r}" for row in barriers if row["kernel"] == RACY and not row["races"]]
+    lines += [f"barriers, kernel {row['kernel']!r}: {_unread(row)}" for row in barriers if row["unread"]]
     for row in found["models"]:
         tool = row["tool"]
         if row["exit"] != 0:
@@ -206,7 +265,13 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
             lines.append(f"{tool} did not come to its end")
         elif row["verdicts"][UNJUSTIFIED] != 0:
             lines.append(f"{tool}: {row['verdicts'][UNJUSTIFIED]} findings of {row['findings']} are {UNJUSTIFIED}")
+        if row["unread"]:
+            lines.append(f"{tool}: {_unread(row)}")
     return lines
+
+
+def _unread(row: Mapping[str, Any]) -> str:
+    return f"{len(row['unread'])} parts of the report cannot be read, the first: {row['unread'][0]}"
 
 
 def judge(found: dict[str, Any]) -> None:
@@ -217,7 +282,8 @@ def judge(found: dict[str, Any]) -> None:
             row["verdicts"] = verdicts(row, evidence)
     every = [row["verdicts"] for row in found["models"] if "verdicts" in row]
     found["unjustified"] = sum(row[UNJUSTIFIED] for row in every)
-    found["justified"] = sum(sum(row.values()) for row in every) - found["unjustified"]
+    found["unread"] = sum(row.get(UNREAD, 0) for row in every)
+    found["justified"] = sum(sum(row.values()) for row in every) - found["unjustified"] - found["unread"]
     found["complaints"] = complaints(found)
 
 
@@ -241,5 +307,6 @@ def record(found: Mapping[str, Any]) -> dict[str, Any]:
         "models": tools,
         "justified": found["justified"],
         "unjustified": found["unjustified"],
+        "unread": found["unread"],
         "complaints": found["complaints"],
     }

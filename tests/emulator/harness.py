@@ -11,14 +11,21 @@ from numpy.typing import NDArray
 from megadsl.build.host import build_library
 from megadsl.emulate import Emulator, LaunchReport
 from megadsl.resources import include
+from tests.libraries import library
 
 HERE = Path(__file__).resolve().parent
 
 
+# Kernels that are one library; a launch says which. The tests of the race detector name the lines of the first.
+TOGETHER = ("detector", "cluster", "exchange", "faults", "mma_loop", "payloads", "pipeline", "ring", "units")
+WORDS = 32  # of Shape, whatever a kernel reads of them
+
+
 @cache
-def emulator(name: str, define: str = "") -> Emulator:
-    """The kernel of ``name``.cu, compiled for the host, with one more macro if ``define`` names one."""
-    source = (HERE / f"{name}.cu").read_text()
+def emulator(define: str = "") -> Emulator:
+    """The library of all kernels of this folder, compiled for the host, with one more macro if ``define`` names one."""
+    first, *others = ((HERE / f"{name}.cu").read_text() for name in TOGETHER)
+    source = library(others, WORDS, first)
     return Emulator(build_library(source, [include()], {define: "1"} if define else {}), source)
 
 
@@ -34,6 +41,7 @@ def launch(
     step_limit: int = 0,
     policy: int = 0,
     define: str = "",
+    padded: bool = True,
     **buffers: NDArray[np.uint8],
 ) -> LaunchReport:
     """Launch ``name``.cu with these Shape words and uint8 buffers, by their names in mk::Buffers."""
@@ -42,11 +50,12 @@ def launch(
         "threads": threads,
         "cluster": cluster,
         "smem_bytes": smem_bytes,
-        "shape": shape,
+        "shape": [*shape, *[0] * (WORDS - len(shape))] if padded else shape,
         "buffers": {key: value.nbytes for key, value in buffers.items()},
     }
     addresses = {key: value.ctypes.data for key, value in buffers.items()}
-    return emulator(name, define).launch(manifest, addresses, seed=seed, step_limit=step_limit, policy=policy)
+    part = (TOGETHER.index(name), 0)
+    return emulator(define).launch(manifest, addresses, seed=seed, step_limit=step_limit, policy=policy, part=part)
 
 
 def room(count: int) -> NDArray[np.uint8]:
