@@ -1,7 +1,7 @@
 // decode_step: one decode step, 1 new token at most, sm_90a.
 // Written by megadsl from llama.py:10; edit the spec or the schedule, not this file.
 //
-// loader       warps 8 to 8 of every block (loader)
+// loader       warps 9 to 9 of every block (loader)
 // consumer     warps 0 to 7 of every block (consumer)
 // Model shapes, the number of blocks and all offsets are data (Shape); only tile, stage and fragment sizes are compiled in.
 #include "megadsl/kernel.h"
@@ -13,8 +13,9 @@ using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 1;
 constexpr u32 kBatch = 6;  // row groups whose partial sums meet at once
-constexpr u32 kThreads = 288;
-using Block = mk::Block<kTokens, 8, 0>;
+constexpr u32 kThreads = 320;
+using Block = mk::Block<kTokens, 8, 0, true>;
+using Finisher = mk::Finisher<Block>;
 using LoaderRing = mk::Ring<7, 28672>;  // weights
 using QkvProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
 using OProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
@@ -58,7 +59,7 @@ namespace {
 // role: loader
 // One lane streams weights and cached rows through the ring. Dense weights wait for nothing but room in the ring.
 MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, const mk::Step& step, const LoaderRing& ring) {
-  mk::trace_enter(cx, buffers.trace, {0, 2, 8}, u32(s.step.records));
+  mk::trace_enter(cx, buffers.trace, {0, 3, 9}, u32(s.step.records));
   mk::Tape<LoaderRing> tape(cx, buffers, ring, mk::ptx::smem_base().at<mk::TapeEntry>(s.ring_loader.tape), {u32(s.ring_loader.window), u32(s.ring_loader.meeting_window), mk::ptx::smem_base().at<u32>(s.step.meeting)}, step, u32(s.step.layers) + 1);
   const u64 evict_first = mk::ptx::policy_evict_first();
   const u64 evict_normal = mk::ptx::policy_evict_normal();
@@ -112,7 +113,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
 // role: consumer
 // All warps work on each tile together; what they wait for is either a stage of the ring or another block's vectors.
 MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, mk::Step step, const LoaderRing& ring_loader) {
-  mk::trace_enter(cx, buffers.trace, {1, 2, 0}, u32(s.step.records));
+  mk::trace_enter(cx, buffers.trace, {1, 3, 0}, u32(s.step.records));
   Block block(cx, buffers);
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
@@ -132,7 +133,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::run_embed(block, s.embed_tokens, step, steps, out);
       out.publish(block, 7);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
-      mk::acquire_rows(block, step, steps);
     }
 
     for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
@@ -142,43 +142,29 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::Held<QkvProjTiles, 2, false, true, Block> qkv_proj_held;
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
         mk::LaneParts<QkvProjTiles, Block> vector_input_layernorm;  // input_layernorm
         mk::hold_vector(block, read_loader, 8, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
         mk::hold_stages(block, read_loader, 9, 1, s.qkv_proj, qkv_proj_held);
-        const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+
         const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         const auto terms = [](float x_, auto& of) {
           of[0] = x_ * x_;  // r0 = mean(x * x)
         };
         mk::LaneRows<Block, mk::RowOp::kSum> rows;
-        mk::run_direct<kBatch, QkvProjTiles, false, 1>(
-            block, read_loader, 9, s.qkv_proj, s.smem,
-            [&](auto& x) {
+        mk::multiply_direct<kBatch, QkvProjTiles, 1>(
+            block, read_loader, 9, s.qkv_proj, s.smem, [&](auto& x) {
               // x * input_layernorm
               mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 10, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
                                [](const auto& a) { return a[0] * a[1]; }, vector_input_layernorm);  // x
             },
-            [&](u32 group, u32 pair, u32 token, float even, float odd) {
-              const u32 row = group * mk::kGroupRows + 2 * pair;
-              if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
-              out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
-            },
-            mk::RowScale{[&] {
-                           rows.leave(block, block.at<float>(s.smem.scalars));
-                         },
-                         [&](u32 token) {
-                           // rsqrt(mean(x * x) + 1e-05)
-                           const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
-                           return mk::math::rsqrt(r0 + 1e-05f);
-                         }}, qkv_proj_held);
-        out.publish(block, 11);
+            [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
+            [&](auto...) { block.meet(); }, qkv_proj_held);
       }
 
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling>(
+        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, 3>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
             s.attention_parts_exchange, epoch * layers + layer);
       }
@@ -187,95 +173,56 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::Held<OProjTiles, 1, true, true, Block> o_proj_held;
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.attention_exchange, epoch * layers + layer, staged);
         mk::hold_stages(block, read_loader, 14, 0, s.o_proj, o_proj_held);
-        mk::run_merge<mk::Tagged, AttentionTiling, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-        out.publish(block, 16);
       }
 
       // o_proj: 576 x 576  [llama.py:36]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
-        const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
-        const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-        mk::run_direct<kBatch, OProjTiles, false, 0>(
-            block, read_loader, 14, s.o_proj, s.smem,
-            [&](auto& x) {
+
+        mk::multiply_direct<kBatch, OProjTiles, 0>(
+            block, read_loader, 14, s.o_proj, s.smem, [&](auto& x) {
               mk::poll_value<mk::Dense<mk::Sentinel>>(block, 17, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
             },
-            [&](u32 group, u32 pair, u32 token, float even, float odd) {
-              // x + o_proj
-              const u32 unit = (group - own.begin) * kTokens + token;
-              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
-              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-            },
-            mk::Unscaled{}, o_proj_held);
-        out.publish(block, 18);
-        mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
+            [&] {  },
+            [&](auto...) { block.meet(); }, o_proj_held);
       }
 
       // gate_up_proj: 3072 x 576  [llama.py:38]
       mk::Held<GateUpProjTiles, 6, false, true, Block> gate_up_proj_held;
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
         mk::LaneParts<GateUpProjTiles, Block> vector_post_attention_layernorm;  // post_attention_layernorm
         mk::hold_vector(block, read_loader, 19, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
         mk::hold_stages(block, read_loader, 20, 1, s.gate_up_proj, gate_up_proj_held);
-        const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+
         const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
         const auto terms = [](float o_proj_, auto& of) {
           of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
         };
         mk::LaneRows<Block, mk::RowOp::kSum> rows;
-        mk::run_direct<kBatch, GateUpProjTiles, false, 1>(
-            block, read_loader, 20, s.gate_up_proj, s.smem,
-            [&](auto& x) {
+        mk::multiply_direct<kBatch, GateUpProjTiles, 1>(
+            block, read_loader, 20, s.gate_up_proj, s.smem, [&](auto& x) {
               // o_proj * post_attention_layernorm
               mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 21, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
                                [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
             },
-            [&](u32 group, u32 pair, u32 token, float even, float odd) {
-              // silu(gate_proj) * up_proj
-              const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
-              out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
-            },
-            mk::RowScale{[&] {
-                           rows.leave(block, block.at<float>(s.smem.scalars));
-                         },
-                         [&](u32 token) {
-                           // rsqrt(mean(o_proj * o_proj) + 1e-05)
-                           const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
-                           return mk::math::rsqrt(r0 + 1e-05f);
-                         }}, gate_up_proj_held);
-        out.publish(block, 22);
+            [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
+            [&](auto...) { block.meet(); }, gate_up_proj_held);
       }
 
       // down_proj: 576 x 1536  [llama.py:46]
       mk::Held<DownProjTiles, 2, true, true, Block> down_proj_held;
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Block> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
         mk::hold_stages(block, read_loader, 23, 0, s.down_proj, down_proj_held);
-        const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
-        const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-        mk::run_direct<kBatch, DownProjTiles, false, 0>(
-            block, read_loader, 23, s.down_proj, s.smem,
-            [&](auto& x) {
+
+        mk::multiply_direct<kBatch, DownProjTiles, 0>(
+            block, read_loader, 23, s.down_proj, s.smem, [&](auto& x) {
               mk::poll_value<mk::Dense<mk::Sentinel>>(block, 24, s.gate_up_proj_exchange, epoch * layers + layer, 0, u32(s.down_proj.columns), x);  // x
             },
-            [&](u32 group, u32 pair, u32 token, float even, float odd) {
-              // o_proj + down_proj
-              const u32 unit = (group - own.begin) * kTokens + token;
-              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
-              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
-              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
-            },
-            mk::Unscaled{}, down_proj_held);
-        out.publish(block, 25);
-        mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
+            [&] {  },
+            [&](auto...) { block.meet(); }, down_proj_held);
       }
     }
     cx.layer = 0;
@@ -285,46 +232,178 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     mk::Held<LmHeadTiles, 6, true, false, Block> lm_head_held;
     {
       mk::begin_op(cx, block);
-      mk::release_rows(block, step, steps);
       mk::LaneParts<LmHeadTiles, Block> vector_norm;  // norm
       mk::hold_vector(block, read_loader, 26, 0, u32(s.lm_head.columns), vector_norm);
       mk::hold_stages(block, read_loader, 27, 1, s.lm_head, lm_head_held);
-      const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
-      mk::Best best;
+
       const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
       const auto terms = [](float x_, auto& of) {
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
       mk::LaneRows<Block, mk::RowOp::kSum> rows;
-      mk::run_direct<kBatch, LmHeadTiles, false, 1>(
-          block, read_loader, 27, s.lm_head, s.smem,
-          [&](auto& x) {
+      mk::multiply_direct<kBatch, LmHeadTiles, 1>(
+          block, read_loader, 27, s.lm_head, s.smem, [&](auto& x) {
             // x * norm
             mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 28, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
                              [](const auto& a) { return a[0] * a[1]; }, vector_norm);  // x
           },
+          [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
+          [&](auto...) { block.meet(); }, lm_head_held);
+      more = mk::await_token(block, step, steps, [&]([[maybe_unused]] const mk::Step& next) {
+        mk::load_angles<64>(block, next, steps, angles, u32(s.step.angle_rows));
+      });
+    }
+  }
+  mk::leave_steps(block, step, steps);
+  mk::trace_leave(cx, step.epoch);
+}
+// role: consumer
+// One warp adds what the others have multiplied, and publishes.
+MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, const Shape& s, mk::Step step, const LoaderRing& ring_loader) {
+  mk::trace_enter(cx, buffers.trace, {2, 3, 8}, u32(s.step.records));
+  Finisher block(cx, buffers);
+  mk::Reader<LoaderRing> read_loader(cx, ring_loader);
+  const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
+  const u32 layers = u32(s.step.layers);
+  const mk::Steps steps = {block.at<u32>(s.step.progress)};
+  const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
+
+#pragma unroll 1
+  for (bool more = true; more;) {
+    [[maybe_unused]] const u32 epoch = step.epoch;
+
+
+    // embed_tokens: rows of the table  [llama.py:20]
+    {
+      mk::begin_op(cx, block);
+      mk::acquire_rows(block, step, steps);
+    }
+
+    for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
+      cx.layer = layer;
+
+      // qkv_proj: 960 x 576  [llama.py:23]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+        const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
+        const float per_column = 1.0f / float(s.qkv_proj.columns);
+        mk::finish_matrix<kBatch, QkvProjTiles>(block, s.qkv_proj, s.smem,
+            [&](u32 token) {
+              // rsqrt(mean(x * x) + 1e-05)
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+              return mk::math::rsqrt(r0 + 1e-05f);
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              const u32 row = group * mk::kGroupRows + 2 * pair;
+              if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
+              out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
+            });
+        out.publish(block, 11);
+      }
+
+      // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
+      {
+        mk::begin_op(cx, block);
+        block.meet();
+      }
+
+      // attention: add the splits  [llama.py:34]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged);
+        mk::run_merge<mk::Tagged, AttentionTiling, 16, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+        out.publish(block, 16);
+      }
+
+      // o_proj: 576 x 576  [llama.py:36]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
+        const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
+        const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
+        mk::finish_matrix<kBatch, OProjTiles>(block, s.o_proj, s.smem,
+            [&](u32) { return 1.0f;
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // x + o_proj
+              const u32 unit = (group - own.begin) * kTokens + token;
+              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
+              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            });
+        out.publish(block, 18);
+        mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
+      }
+
+      // gate_up_proj: 3072 x 576  [llama.py:38]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+        const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
+        const float per_column = 1.0f / float(s.gate_up_proj.columns);
+        mk::finish_matrix<kBatch, GateUpProjTiles>(block, s.gate_up_proj, s.smem,
+            [&](u32 token) {
+              // rsqrt(mean(o_proj * o_proj) + 1e-05)
+              const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+              return mk::math::rsqrt(r0 + 1e-05f);
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // silu(gate_proj) * up_proj
+              const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
+              out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
+            });
+        out.publish(block, 22);
+      }
+
+      // down_proj: 576 x 1536  [llama.py:46]
+      {
+        mk::begin_op(cx, block);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+        const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
+        const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
+        mk::finish_matrix<kBatch, DownProjTiles>(block, s.down_proj, s.smem,
+            [&](u32) { return 1.0f;
+            },
+            [&](u32 group, u32 pair, u32 token, float even, float odd) {
+              // o_proj + down_proj
+              const u32 unit = (group - own.begin) * kTokens + token;
+              const u32 values0 = mk::ptx::ld_shared<u32>(kept0.at<u32>(unit * 16 + pair * 4));
+              const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
+              out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
+            });
+        out.publish(block, 25);
+        mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
+      }
+    }
+    cx.layer = 0;
+
+
+    // lm_head: 49152 x 576  [llama.py:50]
+    {
+      mk::begin_op(cx, block);
+      mk::release_rows(block, step, steps);
+      const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
+      mk::Best best;
+      const float per_column = 1.0f / float(s.lm_head.columns);
+      mk::finish_matrix<kBatch, LmHeadTiles>(block, s.lm_head, s.smem,
+          [&](u32 token) {
+            // rsqrt(mean(x * x) + 1e-05)
+            const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
+            return mk::math::rsqrt(r0 + 1e-05f);
+          },
           [&](u32 group, u32 pair, u32 token, float even, float odd) {
             mk::take_logits(block, s.lm_head, group, pair, token, even, odd, best);
-          },
-          mk::RowScale{[&] {
-                         rows.leave(block, block.at<float>(s.smem.scalars));
-                       },
-                       [&](u32 token) {
-                         // rsqrt(mean(x * x) + 1e-05)
-                         const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
-                         return mk::math::rsqrt(r0 + 1e-05f);
-                       }}, lm_head_held);
+          });
       {
         const smem_ptr<mk::u32x2> scratch = block.at<mk::u32x2>(s.lm_head_candidates), winners = scratch + Block::kThreads;
         mk::reduce_best(block, scratch, best, winners);
         more = mk::choose_tokens(block, 29, s.lm_head_best_exchange, epoch, scratch, winners, step, steps, [&]([[maybe_unused]] const mk::Step& next) {
-          mk::load_angles<64>(block, next, steps, angles, u32(s.step.angle_rows));
         });
       }
     }
   }
   mk::finish_step(block, step, steps, true);
-  mk::leave_steps(block, step, steps);
   mk::trace_leave(cx, step.epoch);
 }
 
@@ -354,8 +433,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 warp = mk::ptx::warp_id();
   if (warp < 8) {
     role_consumer(cx, buffers, s, step, ring_loader);
+  } else if (warp == 8) {
+    role_consumer_finish(cx, buffers, s, step, ring_loader);
   } else {
-    if (warp == 8 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
+    if (warp == 9 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
   }
 }
 
