@@ -12,7 +12,7 @@ from megadsl.types import ceil_div
 CHUNK_ROWS = 16
 MOST_RECORDS = 1 << 16  # of 16 bytes, per role and block; what does not fit is counted and lost
 _PER_STAGE = 2  # a loader's copy; at most two slots of the consumers, even where each tile has an input of its own
-_PER_OP = 8  # what the consumers did, split and merged, a gate, the clock of a layer
+_PER_OP = 8  # what the consumers did, split and merged, a gate
 _PER_LAUNCH = 8
 
 

@@ -112,7 +112,7 @@ def activities(timeline: Timeline, bytes_per_us: float) -> list[Activity]:
         for run in executions:
             run.exposed = sum(end - begin for begin, end in _common(run.waits, idle))
         own = block.roles[timeline.consumer()]
-        done = own.times[np.isin(own.events, (Event.CLOCK, Event.ENTER), invert=True)]
+        done = own.times[np.isin(own.events, (Event.ENTER, Event.LEAVE), invert=True)]
         found.append(Activity(block, executions, loads, idle, float(done.max(initial=block.begin))))
     return found
 
@@ -136,7 +136,7 @@ def _all_executions(timeline: Timeline, block: Block, names: Mapping[int, str]) 
 def _executions(block: Block, role: str, names: Mapping[int, str]) -> Iterator[Execution]:
     """Records of one phase and layer that follow each other are one execution."""
     records = block.roles[role]
-    own = records.of(*(e for e in Event if e not in (Event.CLOCK, Event.ENTER)))
+    own = records.of(*(e for e in Event if e not in (Event.ENTER, Event.LEAVE)))
     keys = [(names[int(site)], int(layer)) for site, layer in zip(own.sites, own.layers, strict=True)]
     firsts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     end = block.begin

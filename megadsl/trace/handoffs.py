@@ -15,7 +15,7 @@ from megadsl.trace.clocks import Floats, Ints
 @dataclass(frozen=True)
 class Handoff:
     """One wait and what it waited for: round ``round`` of ``value``, counted from the launch's first. ``sources`` are the executions
-    that published it and their blocks, the last one last; a ``whole`` one needs every block's."""
+    that published it and their blocks, the last one last; a ``whole`` wait needs all of them."""
 
     value: str
     round: int
@@ -38,11 +38,16 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Sources:
-    """All that published one round of a value, in order of time (us)."""
+    """Those that published one round of a value, in order of time (us)."""
 
     ends: Floats
     blocks: Ints
     executions: tuple[Execution, ...]
+
+    def of(self, blocks: Sequence[int]) -> Sources:
+        """Some blocks' of them."""
+        keep = np.flatnonzero(np.isin(self.blocks, blocks))
+        return Sources(self.ends[keep], self.blocks[keep], tuple(self.executions[i] for i in keep))
 
 
 def handoffs(layout: Mapping[str, Any], activities: Sequence[Activity]) -> Iterator[Handoff]:
@@ -55,8 +60,11 @@ def handoffs(layout: Mapping[str, Any], activities: Sequence[Activity]) -> Itera
         for run in activity.executions:
             for wait in waits.get(run.phase, ()):
                 key = (wait["value"], wait["round"] + wait["slope"] * run.layer)
-                if run.waits and key in published:
-                    yield Handoff(*key, wait["whole"], run, activity, published[key])
+                sources = published.get(key)
+                if sources is not None and (polled := wait["polled"]):
+                    sources = sources.of(polled[activity.block.number % len(polled)])
+                if run.waits and sources is not None and len(sources.ends):
+                    yield Handoff(*key, wait["whole"], run, activity, sources)
 
 
 def _published(layout: Mapping[str, Any], activities: Sequence[Activity]) -> dict[tuple[str, int], Sources]:

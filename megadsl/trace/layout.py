@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megadsl.check.model import evaluate
+from megadsl.check.model import Device, evaluate
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
+from megadsl.lower.gathers import is_wide
 from megadsl.lower.programs import instructions
+from megadsl.lower.tiling import PANEL
 
 RECORD_BYTES = 16
 FINISHER = "finisher"  # the warp of the consumers that finishes, where one does
@@ -36,7 +38,8 @@ def describe(plan: Plan) -> dict[str, Any]:
     phases: {name, op, span, looped, sites, loader} in the order in which the consumers run them; ``sites`` are all roles', ``loader``
     is whose ring the phase takes tiles from, "" for none.
     signals and waits: {value, phase, looped, slope, round}: in layer l a phase publishes, or waits for, round ``round + slope * l``
-    of the value, counted from the launch's first; a wait is ``whole`` where it lasts until every block has published.
+    of the value, counted from the launch's first. A wait of block b is ``whole`` where it lasts until all of some blocks have published:
+    of all, or where the input arrives in registers, so that only the first warp's end is recorded, of those in polled[b % len(polled)].
     """
     assert len(plan.sites) <= MOST_SITES, "a record of the timeline has no room for this site"
     consumer = next(p for p in plan.programs if p.kind == "consumer")
@@ -57,7 +60,8 @@ def describe(plan: Plan) -> dict[str, Any]:
                 signals.append(_end(plan, instr, name, looped, *_SIGNALS[instr.call]))
             if instr.call in _WAITS:
                 whole = bool(instr.args.get("whole")) or instr.call == "argmax"
-                waits.append({**_end(plan, instr, own, looped, *_WAITS[instr.call]), "whole": whole})
+                polled = _polled(plan, instr) if whole and instr.args.get("into") == "registers" else []
+                waits.append({**_end(plan, instr, own, looped, *_WAITS[instr.call]), "whole": whole, "polled": polled})
     _add_loader_sites(plan, phases)
     rings = dict(plan.schedule.rings)
     roles = [{"name": p.role, "kind": p.kind, "stages": rings[p.role].stages if p.role in rings else 0} for p in plan.programs]
@@ -98,6 +102,19 @@ def _add_loader_sites(plan: Plan, phases: list[dict[str, Any]]) -> None:
             phase = next(p for p in phases if p["op"] == site.op)
             phase["sites"].append(site.id)
             phase["loader"] = site.role
+
+
+def _polled(plan: Plan, instr: Instr) -> list[list[int]]:
+    """Blocks that the first warp polls in a gather of a whole value into registers: of the panels of a tile it has every warps-th, from the
+    first one on; of more tokens from one on that follows from the block's number (mk::panel_warp)."""
+    device = Device(plan)
+    m, e, features = device.matrix(instr.op), device.exchanges[str(instr.args["value"])], int(str(instr.args["features"]))
+    panels = m.tile_columns // PANEL
+    found = []
+    for first in range(device.warps if is_wide(device.op(instr.op), plan.schedule, device.tokens) else 1):
+        columns = [(piece * panels + panel) * PANEL for piece in range(m.pieces) for panel in range(first, panels, device.warps)]
+        found.append(sorted({block for column in columns for block in device.owners(e, column, min(PANEL, features - column))}))
+    return found
 
 
 def _end(plan: Plan, instr: Instr, phase: str, looped: bool, value: str, round_: str) -> dict[str, Any]:

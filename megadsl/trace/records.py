@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megadsl.diagnostics import declare, error
-from megadsl.trace.clocks import WORD, Alignment, Clock, Floats, Ints, fit, judge, unwrapped
+from megadsl.trace.clocks import WORD, Floats, Ints, tick, unwrapped
 from megadsl.trace.layout import RECORD_BYTES
 
 TRACE_OFF = declare("MK460", "this kernel has left no timeline", "build it with the define MK_TRACE=1 and launch it before reading one")
@@ -25,8 +25,8 @@ Words = npt.NDArray[np.uint32]
 class Event(IntEnum):
     """As mk::Event; WINDOW and FULL are read from a copy's record."""
 
-    CLOCK = 0
-    ENTER = 1
+    ENTER = 0
+    LEAVE = 1
     ISSUE = 2
     GATE = 3
     RUN = 4
@@ -42,7 +42,7 @@ class Event(IntEnum):
 
 
 WAITS = (Event.WINDOW, Event.FULL, Event.GATE)
-WAIT_UNIT, SHORT_WAIT = 16, 64  # cycles, as in trace.h: a shorter wait is none
+WAIT_UNIT, SHORT_WAIT = 16, 64  # ns, as in trace.h: a shorter wait is none
 STAGES_WORD = 1 << 16  # of the count of stages only the low bits are recorded
 
 
@@ -78,11 +78,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A launch. ``layout`` is the manifest's trace, ``lost`` the records that had no room, ``alignment`` how well clocks agree."""
+    """A launch. ``layout`` is the manifest's trace, ``lost`` the records that had no room, ``tick_ns`` the clock's resolution as seen."""
 
     layout: Mapping[str, Any]
     blocks: tuple[Block, ...]
-    alignment: Alignment
+    tick_ns: float
     lost: int
     epoch: int
 
@@ -118,15 +118,13 @@ def read_timeline(manifest: Mapping[str, Any], raw: npt.NDArray[np.uint8]) -> Ti
     counts = np.minimum(headers[:, :, 0], room)
     feeds = {site: str(phase["loader"]) for phase in layout["phases"] for site in phase["sites"]}
     left = [[_left(words[b, r, 1:], int(counts[b, r])) for r in range(roles)] for b in range(len(words))]
-    cycles = [_cycles([marks for marks, _ in of]) for of in left]
-    pairs = [_pairs([marks for marks, _ in of], c) for of, c in zip(left, cycles, strict=True)]
-    origin = min(int(times.min()) for _, times in pairs)
-    clocks = [fit(c, t, origin) for c, t in pairs]
-    begin = min(float(clock.us(role[:1])[0]) for clock, c in zip(clocks, cycles, strict=True) for role in c)
-    told = [[_told(*of, c, feeds) for of, c in zip(left[b], cycles[b], strict=True)] for b in range(len(words))]
-    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), told[b], clocks[b], begin) for b in range(len(words)))
+    near = int(words[0, 0, 1, 0])
+    times = [[unwrapped(marks[:, 0], near) for marks, _ in of] for of in left]
+    begin = min(int(of[0]) for role in times for of in role)
+    told = [[_told(*of, t, feeds) for of, t in zip(left[b], times[b], strict=True)] for b in range(len(words))]
+    blocks = tuple(_block(layout, b, int(headers[b, 0, 1]), told[b], begin) for b in range(len(words)))
     lost = int((headers[:, :, 0] - counts).sum())
-    return Timeline(layout, blocks, judge(clocks, [t for _, t in pairs]), lost, epochs[0])
+    return Timeline(layout, blocks, tick(np.concatenate([of for role in times for of in role])), lost, epochs[0])
 
 
 def _left(slots: Words, count: int) -> tuple[Words, Words]:
@@ -139,27 +137,9 @@ def _left(slots: Words, count: int) -> tuple[Words, Words]:
     return slots[at], slots[np.minimum(np.array(at, np.int64) + 1, len(slots) - 1)]
 
 
-def _cycles(roles: list[Words]) -> list[Ints]:
-    """The clocks of a block's roles, on one axis."""
-    found: list[Ints] = []
-    for records in roles:
-        found.append(unwrapped(records[:, 0], int(found[0][0]) if found else None))
-    return found
-
-
-def _pairs(roles: list[Words], cycles: list[Ints]) -> tuple[Ints, Ints]:
-    """(cycles, ns of globaltimer) of a block's CLOCK records."""
-    at, times = [], []
-    for records, c in zip(roles, cycles, strict=True):
-        clock = (records[:, 1] & 15) == Event.CLOCK
-        at.append(c[clock])
-        times.append(records[clock, 2].astype(np.int64) | records[clock, 3].astype(np.int64) << 32)
-    return np.concatenate(at), np.concatenate(times)
-
-
 @dataclass
 class _Told:
-    """Rows of a role's Records, times and values still in cycles."""
+    """Rows of a role's Records, times and waits still in ns."""
 
     feeds: Mapping[int, str]
     rows: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
@@ -167,9 +147,9 @@ class _Told:
 
     def issue(self, site: int, layer: int, high: int, at: int, size: int, waits: int) -> None:
         full, window = (waits >> 16) * WAIT_UNIT, (waits & 0xFFFF) * WAIT_UNIT
-        for event, end, cycles in ((Event.WINDOW, at - full, window), (Event.FULL, at, full)):
-            if cycles >= SHORT_WAIT:
-                self.rows.append((event, site, layer, end, cycles, 0, 0))
+        for event, end, waited in ((Event.WINDOW, at - full, window), (Event.FULL, at, full)):
+            if waited >= SHORT_WAIT:
+                self.rows.append((event, site, layer, end, waited, 0, 0))
         self.rows.append((Event.ISSUE, site, layer, at, 0, size * 16, high))
 
     def run(self, event: int, site: int, layer: int, at: int, stages: int, moments: Sequence[int]) -> None:
@@ -177,8 +157,7 @@ class _Told:
         for kind, moment in zip((Event.WAIT, Event.READY, Event.TILE, Event.TAKEN, Event.PARTS), moments, strict=True):
             if moment and moments[0]:
                 value = self._stages(site, stages) if kind is Event.TAKEN else 0
-                ago = (at - moment + 1) % WORD  # moments are odd: one may seem to lie a cycle ahead
-                self.rows.append((kind, site, layer, at - max(0, ago - 1), value, 0, 0))
+                self.rows.append((kind, site, layer, at - (at - moment) % WORD, value, 0, 0))
         if event == Event.RUN:
             self.rows.append((Event.END, site, layer, at, 0, 0, 0))
 
@@ -189,10 +168,10 @@ class _Told:
         return self.taken[ring]
 
 
-def _told(records: Words, behind: Words, cycles: Ints, feeds: Mapping[int, str]) -> _Told:
+def _told(records: Words, behind: Words, times: Ints, feeds: Mapping[int, str]) -> _Told:
     """What a role's records say, event by event."""
     told = _Told(feeds)
-    for at, (_, y, z, w), moments in zip(cycles.tolist(), records.tolist(), behind.tolist(), strict=True):
+    for at, (_, y, z, w), moments in zip(times.tolist(), records.tolist(), behind.tolist(), strict=True):
         event, site, size, layer = y & 15, y >> 4 & 0xFFF, y >> 16, z & 0xFFFF
         if event == Event.ISSUE:
             told.issue(site, layer, z >> 16, at, size, w)
@@ -203,12 +182,12 @@ def _told(records: Words, behind: Words, cycles: Ints, feeds: Mapping[int, str])
     return told
 
 
-def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[_Told], clock: Clock, begin: float) -> Block:
+def _block(layout: Mapping[str, Any], number: int, sm: int, roles: list[_Told], begin: int) -> Block:
     found = {}
     for role, told in zip(layout["roles"], roles, strict=True):
         events, sites, layers, at, values, sizes, flights = (np.array(column, np.int64) for column in zip(*told.rows, strict=True))
         of = values.astype(np.float64)
-        of[np.isin(events, WAITS)] *= clock.ns_per_cycle / 1e3
-        found[role["name"]] = Records(events, sites, layers, clock.us(at) - begin, of, sizes, flights)
+        of[np.isin(events, WAITS)] /= 1e3
+        found[role["name"]] = Records(events, sites, layers, (at - begin) / 1e3, of, sizes, flights)
     times = [r.times for r in found.values()]
     return Block(number, sm, found, min(float(t[0]) for t in times), max(float(t[-1]) for t in times))

@@ -1,8 +1,8 @@
-"""The timeline as numbers: per op, per layer, and how far the clocks can be trusted."""
+"""The timeline as numbers: per op, per layer, and how far the clock can be trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,8 +59,8 @@ class LayerRow:
 @dataclass(frozen=True)
 class Summary:
     """``first_load``: from the first block's begin to a block's first copy; ``exit``: from a block's last result to its end.
-    ``handoff_us``: from the last publication to the end of a whole gather, least and median; a negative one would mean that
-    clocks disagree. ``exposed_us``: of a block's step, the median over blocks."""
+    ``handoff_us``: from the last publication to the end of a wait that needs it, least and median; one below a tick of the clock
+    (``tick_ns``) before 0 would mean that SMs disagree. ``exposed_us``: of a block's step, the median over blocks."""
 
     step_us: float
     exposed_us: float
@@ -71,7 +71,7 @@ class Summary:
     layers: tuple[LayerRow, ...]
     handoff_us: tuple[float, float]
     lost: int
-    clocks: Mapping[str, float]
+    tick_ns: float
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,7 +95,7 @@ def summarise(timeline: Timeline, activities: Sequence[Activity], bytes_per_us: 
         layers=tuple(_layer_rows(timeline, activities, bytes_per_us)),
         handoff_us=(min(latencies), float(np.median(latencies))) if latencies else (0.0, 0.0),
         lost=timeline.lost,
-        clocks=asdict(timeline.alignment),
+        tick_ns=timeline.tick_ns,
     )
 
 
@@ -163,12 +163,9 @@ def render(summary: Summary) -> str:
     for at, layer in enumerate(summary.layers):
         name = str(layer.layer) if layer.layer is not None else "before" if at == 0 else "behind"
         lines.append(f"{name:>6}  {layer.us:>9.2f}  {layer.bytes / 1e6:>10.3f}  {layer.busy:>8.1%}")
-    clocks = summary.clocks
     lines += [
         "",
-        f"clocks: shared timer ticks every {clocks['tick_ns']:.0f} ns, pairs lie within {clocks['residual_ns']:.1f} ns of the lines"
-        " between their neighbours,"
-        f" rates differ by {clocks['rate_spread']:.1e}; {clocks['pairs_per_block']:.0f} pairs a block",
+        f"clock: one for all SMs, which goes on by {summary.tick_ns:.0f} ns at a time",
         f"hand-offs: {summary.handoff_us[0]:.3f} us at least, {summary.handoff_us[1]:.3f} us in the median, from the last publication",
         f"records lost: {summary.lost}",
     ]

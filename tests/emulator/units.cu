@@ -138,9 +138,10 @@ MK_DEV void identity(u32* out) {
   ptx::st_global(mine, ptx::block_id() << 16 | ptx::num_blocks());
   ptx::st_global(mine + 1, ptx::warp_id() << 16 | ptx::lane_id());
   ptx::st_global(mine + 2, ptx::cluster_rank() << 16 | ptx::cluster_size());
-  const u64 before = ptx::globaltimer(), cycles = ptx::clock64();
+  const u64 before = ptx::globaltimer();
+  const u32 cycles = ptx::clock();
   for (int i = 0; i < 8; ++i) ptx::syncthreads();
-  ptx::st_global(mine + 3, static_cast<u32>(ptx::globaltimer() >= before && ptx::clock64() > cycles));
+  ptx::st_global(mine + 3, static_cast<u32>(ptx::globaltimer() >= before && ptx::clock() > cycles));
 }
 
 extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, const __grid_constant__ Shape s) {

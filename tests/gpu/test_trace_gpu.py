@@ -1,4 +1,4 @@
-"""What only a GPU can show of the timeline: real clocks agree, and recording changes no bit."""
+"""What only a GPU can show of the timeline: all SMs have one clock, and recording changes no bit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.kernels import Bench, compiled, steps
 pytestmark = pytest.mark.gpu
 
 
-def test_clocks_of_all_sms_agree() -> None:
+def test_all_sms_have_one_clock() -> None:
     made = compile_model("smollm2-135m")
     timeline = read_timeline(made.manifest, record(made, "cuda", tokens=1, rows=300).raw)
     bytes_per_us = machine(DEFAULT_ARCH).bandwidth / 1e6
     summary = summarise(timeline, activities(timeline, bytes_per_us), bytes_per_us)
     assert timeline.lost == 0 and len({block.sm for block in timeline.blocks}) == made.manifest["blocks"]
-    assert timeline.alignment.residual_ns <= 2 * timeline.alignment.tick_ns
-    assert summary.handoff_us[0] > 0, "somebody had a value before the last block had published it"
+    assert 0 < timeline.tick_ns <= 1024, "a clock too coarse for hand-offs"
+    assert summary.handoff_us[0] * 1e3 > -timeline.tick_ns - 1, "somebody had a value before a block that it polled had published it"
     assert sum(row.share for row in summary.ops) == pytest.approx(1)
     assert sum(layer.bytes for layer in summary.layers) / bytes_per_us < summary.step_us, "faster than HBM"
 

@@ -1,11 +1,13 @@
 // The timeline of a launch, in builds with MK_TRACE: one lane of each role leaves records of what it did and when. Plain
 // stores, which nobody waits for; a role that runs out of room counts on, so that the host knows how many are lost.
 //
-// Recording must not slow down what it shows. So consumers only read the clock while others wait for them: the moments of an op
+// Recording must not slow down what it shows. So consumers only read the time while others wait for them: the moments of an op
 // stay in registers until its result is on its way, and are then stored at once. A loader stores once per copy.
 //
+// A time is the low word of globaltimer, ns, which all SMs share; an SM's own clock changes its rate under load.
+//
 // Buffers::trace holds, per block and role, a header {slots, SM, epoch, records}, then `records` slots and one to spare:
-//   x  this SM's clock, low word
+//   x  when
 //   y  event, site << 4, 16 bits << 16: see Event
 //   z  layer, stages in flight << 16
 //   w  see Event
@@ -18,24 +20,23 @@ namespace mk {
 // kWait to kEnd are a consumer's moments. What is stored of them are kRun and kOpen, of two slots: x and w are the ends of the
 // moments below, the second slot has {kReady, kTile, kTaken, kParts}; a moment that has not come is 0.
 enum class Event : u32 {
-  kClock,   // z, w: globaltimer, ns, at the same moment
   kEnter,   // the block has begun
+  kLeave,   // the role ends
   kIssue,   // loader: a copy is under way; 16 bits: bytes / 16; w: waits for bytes in flight to land, for a free stage << 16,
-            // in units of kWaitUnit cycles
-  kGate,    // loader: waited w cycles for the consumers to begin an op
+            // in units of kWaitUnit
+  kGate,    // loader: waited w ns for the consumers to begin an op
   kRun,     // consumer: x is kEnd, w is kWait; 16 bits: stages taken from the ring since the launch began
   kOpen,    // the same, without an end
   kWait,    // begins to wait for other blocks
-  kReady,   // what it waited for is there, for the whole block
+  kReady,   // what it waited for is there, for the whole block; an input that arrives in registers: for this warp
   kTile,    // the first tile has landed
   kTaken,   // the last one has been used; value: stages taken from the ring
   kParts,   // attention: the warps' parts lie in shared memory
   kEnd,     // the op's result is on its way
 };
 
-constexpr u32 kWaitUnit = 16;
-constexpr u32 kShortWait = 64;  // cycles: a loader that waits no longer at a gate has not waited
-constexpr u32 kPairCycles = 64;  // between two readings of a clock with one of the shared timer in between, if nothing comes between
+constexpr u32 kWaitUnit = 16;   // ns
+constexpr u32 kShortWait = 64;  // ns: a loader that waits less at a gate has not waited; no time at all may seem one tick, 32 ns on an H200
 
 // Where a role's records go: the number of its program among all of them, and the warp whose first lane writes.
 struct TraceRing {
@@ -66,17 +67,17 @@ struct TraceCount {
 #if defined(MK_TRACE)
 namespace detail {
 
-MK_DEV void put(Trace& t, u32 clock, u32 y, u32 z, u32 w) {
-  if (t.count < t.records) ptx::st_global_streaming(t.first + 1 + t.count, u32x4{clock, y, z, w});
+MK_DEV void put(Trace& t, u32 time, u32 y, u32 z, u32 w) {
+  if (t.count < t.records) ptx::st_global_streaming(t.first + 1 + t.count, u32x4{time, y, z, w});
   ++t.count;
 }
-MK_DEV u32 moment() { return ptx::clock() | 1; }  // never 0
+MK_DEV u32 moment() { return u32(ptx::globaltimer()) | 1; }  // never 0; all are odd, so that none seems to lie before an earlier one
 
 // Stores the moments since the last kWait.
 MK_DEV void put_run(Trace& t, Event event, u32 site, u32 layer) {
   if (t.count < t.records) {
     u32x4* const at = t.first + 1 + t.count;
-    ptx::st_global_streaming(at, u32x4{ptx::clock(), u32(event) | site << 4 | (t.of & 0xffff0000u), layer, t.asked});
+    ptx::st_global_streaming(at, u32x4{moment(), u32(event) | site << 4 | (t.of & 0xffff0000u), layer, t.asked});
     ptx::st_global_streaming(at + 1, u32x4{t.ready, t.tile, t.taken, t.parts});
   }
   t.count += 2;
@@ -114,14 +115,14 @@ MK_DEV void trace([[maybe_unused]] const C& cx, [[maybe_unused]] Event event, [[
 template <class C>
 MK_DEV void trace_copy([[maybe_unused]] const C& cx) {
 #if defined(MK_TRACE)
-  cx.trace.began = ptx::clock();
+  cx.trace.began = detail::moment();
 #endif
 }
 template <class C>
 MK_DEV void trace_window([[maybe_unused]] const C& cx) {
 #if defined(MK_TRACE)
   Trace& t = cx.trace;
-  const u32 now = ptx::clock(), units = (now - t.began) / kWaitUnit;
+  const u32 now = detail::moment(), units = (now - t.began) / kWaitUnit;
   t.began = now, t.waited = units < 0xffffu ? units : 0xffffu;
 #endif
 }
@@ -129,7 +130,7 @@ template <class C>
 MK_DEV void trace_free([[maybe_unused]] const C& cx) {
 #if defined(MK_TRACE)
   Trace& t = cx.trace;
-  const u32 now = ptx::clock(), units = (now - t.began) / kWaitUnit;
+  const u32 now = detail::moment(), units = (now - t.began) / kWaitUnit;
   t.began = now, t.waited |= (units < 0xffffu ? units : 0xffffu) << 16;
 #endif
 }
@@ -145,27 +146,8 @@ MK_DEV void trace_issue([[maybe_unused]] const C& cx, [[maybe_unused]] u32 site,
 template <class C>
 MK_DEV void trace_gate([[maybe_unused]] const C& cx, [[maybe_unused]] u32 site) {
 #if defined(MK_TRACE)
-  const u32 now = ptx::clock(), cycles = now - cx.trace.began;
-  if (cycles >= kShortWait) detail::put(cx.trace, now, u32(Event::kGate) | site << 4, cx.layer, cycles);
-#endif
-}
-
-// This SM's clock beside the clock that all SMs share.
-template <class C>
-MK_DEV void trace_clock([[maybe_unused]] const C& cx) {
-#if defined(MK_TRACE)
-  Trace& t = cx.trace;
-  if (t.records == 0) return;
-  // Cold code: the two may have a miss of the instruction cache between them, a microsecond. Then once more, now that it is there.
-  u32 clock = 0;
-  u64 time = 0;
-#pragma unroll 1
-  for (u32 tries = 0; tries < 3; ++tries) {
-    clock = ptx::clock();
-    time = ptx::globaltimer();
-    if (ptx::clock() - clock < kPairCycles) break;
-  }
-  detail::put(t, clock, u32(Event::kClock), u32(time), u32(time >> 32));
+  const u32 now = detail::moment(), waited = now - cx.trace.began;
+  if (waited >= kShortWait) detail::put(cx.trace, now, u32(Event::kGate) | site << 4, cx.layer, waited);
 #endif
 }
 
@@ -173,7 +155,7 @@ MK_DEV void trace_clock([[maybe_unused]] const C& cx) {
 template <class C>
 MK_DEV void trace_begin([[maybe_unused]] C& cx) {
 #if defined(MK_TRACE)
-  cx.trace.began = ptx::clock();
+  cx.trace.began = detail::moment();
 #endif
 }
 template <class C>
@@ -183,7 +165,6 @@ MK_DEV void trace_enter([[maybe_unused]] C& cx, [[maybe_unused]] u32x4* buffer, 
   cx.trace.first = buffer + (size_t(cx.block) * ring.roles + ring.role) * (2 + records);
   cx.trace.records = records;
   detail::put(cx.trace, cx.trace.began, u32(Event::kEnter), 0, 0);
-  trace_clock(cx);
 #endif
 }
 template <class C>
@@ -191,7 +172,7 @@ MK_DEV void trace_leave([[maybe_unused]] const C& cx, [[maybe_unused]] u32 epoch
 #if defined(MK_TRACE)
   if (cx.trace.records == 0) return;
   detail::put_open(cx.trace, cx.layer);
-  trace_clock(cx);
+  detail::put(cx.trace, detail::moment(), u32(Event::kLeave), 0, 0);
   ptx::st_global(cx.trace.first, u32x4{cx.trace.count, ptx::sm_id(), epoch, cx.trace.records});
 #endif
 }
