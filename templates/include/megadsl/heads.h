@@ -191,7 +191,8 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
   }
 }
 
-// Consumer side of attention for all units of this block; as run_attention. kRows: query rows of a KV head.
+// Consumer side of attention for all units of this block; as run_attention, a block without a unit meets as well. kRows: query rows of a
+// KV head.
 template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class Heads = AsGathered>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                       const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, const Heads& heads = {}) {
@@ -251,7 +252,6 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
   }
-  // As in run_attention: a block without a unit meets here, for what it staged before is still being published.
   if (!B::kFinishes && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
   block.meet();
 }

@@ -3,7 +3,7 @@
 // A run is contiguous bytes in steps of one stage. Splits, distances, hints and windows are in the entries, not in code, so
 // one short loop serves all ops and layers; a table entry per copy would make the loader's lane the bottleneck.
 #pragma once
-#include "megadsl/attention.h"
+#include "megadsl/units.h"
 #include "megadsl/linear.h"
 #include "megadsl/steps.h"
 
