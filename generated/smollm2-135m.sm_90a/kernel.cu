@@ -100,7 +100,6 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
     }
     const auto due = walk.due(built, tape.size);
     cx.layer = walk.layer;
-    if (due.first == walk.begin) mk::trace_clock(cx);
     // tape: the loads of all ops in turn  [llama.py:10]
     tape.play(due.first, due.last);
     more = walk.next(tape.step) && !mk::given_up(cx);

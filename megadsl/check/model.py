@@ -1,6 +1,6 @@
 """The plan as the device sees it: split functions, shares and sizes, read from the words of Shape that the kernel reads.
 
-attention_unit() and Device.owners() are twins of functions in templates/include/megadsl/ (attention.h, exchange.h).
+attention_unit() and Device.owners() are twins of functions in templates/include/megadsl/ (units.h, exchange.h).
 """
 
 from __future__ import annotations
