@@ -31,6 +31,17 @@ def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Ma
     return lower(kernel.trace({**values, **(fields or {})}, tokens=tokens), GPU, overrides=overrides, **options).plan
 
 
+def by_block(decide: Decide | None = None) -> Decide:
+    """Kernels whose warps finish what they multiply, beside what else is decided."""
+
+    def both(s: ScheduleBlock) -> None:
+        s.finish("block")
+        if decide is not None:
+            decide(s)
+
+    return both
+
+
 def prefetched(s: ScheduleBlock) -> None:
     s["o_proj"].prefetch(l2=4096)
     s["down_proj"].prefetch(l2=1 << 20, ahead_of="qkv_proj")

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_tools import PIECES, chunked, plan, prefetched, split, without
+from check_tools import PIECES, by_block, chunked, plan, prefetched, split, without
 from schedules import everywhere, gated, kv_loader
 
 import megadsl as mk
 from megadsl import cli
 from megadsl.check import Report, check_plan
+from megadsl.check.areas import JOINT
 from megadsl.check.clocks import unrolled
 from megadsl.check.model import Device, attention_unit, evaluate
 from megadsl.diagnostics import MegadslError
@@ -123,7 +124,8 @@ BARRIERS = {  # function in the headers -> (header, its block.sync() and barrier
     "bring": ("linear.h", 1, "matrix"),
     "run_tiles": ("linear.h", 2, "matrix"),
     "add_parts": ("parts.h", 1, "add_parts"),
-    "run_attention": ("attention.h", 7, "attention"),
+    "publish_all": ("attention.h", 1, "attention"),
+    "run_attention": ("attention.h", 6, "attention"),
     "run_merge": ("merge.h", 1, "merge"),
     "run_embed": ("embed.h", 1, "embed"),
     "publish": ("block.h", 2, "publish"),
@@ -145,11 +147,11 @@ def test_the_headers_meet_as_the_plan_says(function: str) -> None:
 
 
 def test_plans_list_all_of_them_where_they_are_passed() -> None:
-    flags = plan("llama-tiny", everywhere(mk.Flag(2)), blocks=3)
+    flags = plan("llama-tiny", by_block(everywhere(mk.Flag(2))), blocks=3)
     many = plan("llama-tiny", blocks=3, tokens=16, fields={"num_attention_heads": 16, "num_key_value_heads": 1})
-    units = plan("llama-tiny", blocks=1)
+    units = plan("llama-tiny", by_block(), blocks=1)
     parts = plan("llama-tiny", split(mk.Flag(2), down_proj=3), blocks=3, fields=PIECES)
-    mapped = plan("qwen3-tiny", blocks=1)
+    mapped = plan("qwen3-tiny", by_block(), blocks=1)
     made = (flags, many, units, parts, mapped, plan("llama-tiny", chunked, tokens=16, blocks=3, fields={"intermediate_size": 4096}))
     listed: dict[str, set[str]] = {}
     for one in made:
@@ -160,6 +162,21 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
         counted[call] = counted.get(call, 0) + count
     assert {call: len(names) for call, names in listed.items() if names} == counted
     assert not any("next" in i.syncs or "again" in i.syncs for i in instructions(flags.program("consumer").body))
+
+
+def test_where_the_teams_meet() -> None:
+    """A finisher and those who multiply: before an input, behind each batch of products, behind an attention, for the next token."""
+    listed: dict[str, set[str]] = {}
+    for made in (plan("llama-tiny", blocks=1), plan("qwen3-tiny", blocks=7), plan("smollm2-135m")):
+        for i in instructions(made.program("consumer").body):
+            listed.setdefault(i.call, set()).update(name for name in i.syncs if name in JOINT)
+    assert {call: names for call, names in listed.items() if names} == {
+        "matrix": {"input", "partials"},
+        "attention": {"input", "merge"},
+        "argmax": {"token"},
+    }
+    meets = {"finish.h": 2, "direct.h": 1, "linear.h": 2, "attention.h": 3, "heads.h": 3, "merge.h": 1, "sample.h": 2}
+    assert {name: (HEADERS / name).read_text().count("block.meet();") for name in meets} == meets
 
 
 def test_split_of_cached_rows() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_tools import PIECES, area, arguments, plan, split, unmet, without
+from check_tools import PIECES, area, arguments, by_block, plan, split, unmet, without
 from lower_tools import GPU
 from schedules import LINEARS, everywhere, gated
 
@@ -66,7 +66,9 @@ def other_base(kind: str) -> Plan | None:
     """Those of them with split columns, or on one block."""
     match kind:
         case "one block":
-            return plan("smollm2-135m", blocks=1)
+            return plan("smollm2-135m", by_block(), blocks=1)
+        case "by block":
+            return plan("llama-tiny", by_block(), blocks=5)
         case "split":
             return plan("llama-tiny", split_sentinels, 2, blocks=7, fields={**PIECES, "num_hidden_layers": 5})
         case "split, flag":
@@ -221,7 +223,7 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "MK510",
         ("'staged'", "writes staged: matrix", "reads staged: publish"),
     ),
-    "published by all what one warp has": ("default", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
+    "published by all what one warp has": ("by block", arguments("publish", solo=False), "MK510", ("'staged'", "writes staged: matrix")),
     "nobody told that it is published": (  # a value of more units than a warp has threads, for all warps to keep
         "one block",
         unmet("publish", "done"),
@@ -231,10 +233,11 @@ MEMORY: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
     "queries": ("default", unmet("attention", "gathered"), "MK510", ("'attention.queries'",)),
     "parts of the warps": ("default", unmet("attention", "parts"), "MK510", ("'attention.scratch'",)),
     "merge": ("wide", unmet("merge", "end"), "MK510", ("'staged'",)),
-    "candidates": ("default", unmet("argmax", "candidates"), "MK510", ("'lm_head.candidates'",)),
-    "winners": ("default", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
-    "choice": ("default", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
+    "candidates": ("by block", unmet("argmax", "candidates"), "MK510", ("'lm_head.candidates'",)),
+    "winners": ("by block", unmet("argmax", "winners"), "MK510", ("'lm_head.candidates'",)),
+    "choice": ("by block", unmet("argmax", "choice"), "MK510", ("'lm_head.candidates'",)),
     "scales": ("default", unmet("matrix", "partials"), "MK510", ("'scalars'",)),
+    "products while sums are still being added": ("default", unmet("matrix", "input"), "MK510", ("'partials'", "writes partials: matrix")),
     "last elements": ("default", unmet("matrix", "gathered"), "MK510", ("'partials'",)),
     "reductions": ("reduced", without("sync"), "MK510", ("writes activations: gather", "reduce of")),
     "kept in the overlay": (
@@ -346,13 +349,13 @@ def test_why_sentinels_need_four_slots() -> None:
 def test_the_barrier_behind_the_queries_is_needed_where_bytes_meet(model: str, blocks: int, needed: bool) -> None:
     """Of a unit only rows that exist are written, and perhaps by the first warp alone, which has read the partial sums itself. The race
     detector sees a race in just those of these kernels whose barrier is needed (mutants of the kernel, docs/verification.md)."""
-    made = plan(model, blocks=blocks, max_kv=64)
+    made = plan(model, by_block(), blocks=blocks, max_kv=64)
     found = check_plan(edited(made, lambda i: replace(i, syncs=()) if (i.call, i.op) == ("publish", "qkv_proj") else i)).findings
     assert [f.code for f in found] == (["MK510"] if needed else [])
 
 
 def test_rows_appended_under_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_takes_them(splits: int, unit: int, kv_len: int) -> tuple[int, int, int, bool]:
+    def first_takes_them(splits: int, unit: int, kv_len: int, _: int = 0) -> tuple[int, int, int, bool]:
         chunks = -(-kv_len // 16)
         split = unit % splits
         return unit // splits, chunks * split // splits, chunks * (split + 1) // splits, split == 0

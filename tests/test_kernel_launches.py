@@ -72,7 +72,7 @@ def test_launches_hold(name: str, tokens: int, decide: object) -> None:
 
 def test_launches_without_room_beside_each_other() -> None:
     some = compile_model("llama-3.2-1b", scope="op", check=False).schedule
-    many = compile_model("llama-3.1-8b", tokens=16, scope="op", check=False).schedule
+    many = compile_model("llama-tiny-wide", tokens=16, scope="op", check=False).schedule
     assert (some.resident, many.resident) == (2, 1) and some.rings[0][1].stages < many.rings[0][1].stages
 
 

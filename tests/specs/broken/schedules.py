@@ -147,10 +147,10 @@ def half_a_warpgroup(s: ScheduleBlock) -> None:
     # mend: warps=6 => warps=8
 
 
-def one_warp_for_parts(s: ScheduleBlock) -> None:
-    s["down_proj"].columns(ways=2)
+def one_warp_after_each_launch(s: ScheduleBlock) -> None:
+    s.launch("op")
     s.finish("warp")
-    # MK246 `s.finish(` | the columns of 'down_proj' are split | leave s.finish("warp") out
+    # MK246 `s.finish(` | a launch is an op, and ends with it | leave s.finish("warp") out
     # mend: s.finish("warp") => pass
 
 
