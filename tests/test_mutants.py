@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from check_tools import by_block, plan
 from typer.testing import CliRunner
 
 from megadsl.check import check_plan
@@ -55,8 +56,9 @@ def test_arguments_about_plans_name_mutants_that_exist() -> None:
     plans = [
         compile_model("smollm2-135m", check=False).plan,
         compile_model("llama-tiny", blocks=132, max_kv=64, check=False).plan,
+        plan("llama-tiny", by_block(), blocks=132, max_kv=64),
     ]
-    found = [(m.what, m.where) for plan in plans for m in plan_mutants(plan)]
+    found = [(m.what, m.where) for made in plans for m in plan_mutants(made)]
     for e in PLAN_EQUIVALENT:
         assert any(what == e.what and where.startswith(e.where) for what, where in found), e
 
