@@ -16,13 +16,14 @@ from megadsl.check.mutants import EQUIVALENT as PLAN_EQUIVALENT
 from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants, score_plan
 from megadsl.cli import app
 from megadsl.driver import Compiled, compile_model
+from megadsl.dsl.schedule_file import parse
 from megadsl.emit import emit
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
 from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants
-from megadsl.machine import machine
+from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.resources import include
 from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RECORDED_SEEDS, RESULT, Judge, MutableSubject, small_rings
@@ -52,6 +53,10 @@ def test_a_share_of_a_full_model_s_mutants_is_refused() -> None:
     assert [v.name for v in verdicts if v.survived] == []
 
 
+# Most arguments are about kernels whose warps finish what they multiply: a finisher meets the others where something would be in conflict.
+BY_BLOCK = parse(f"arch = {DEFAULT_ARCH}\n\nfinish = block\n", "by block")
+
+
 def test_arguments_about_plans_name_mutants_that_exist() -> None:
     plans = [
         compile_model("smollm2-135m", check=False).plan,
@@ -65,7 +70,7 @@ def test_arguments_about_plans_name_mutants_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    return compile_model("llama-tiny", blocks=3, max_kv=MAX_KV)  # with its comments, which say what is whose
+    return compile_model("llama-tiny", blocks=3, max_kv=MAX_KV, schedule=BY_BLOCK)  # with its comments, which say what is whose
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +136,7 @@ def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, ju
 
 def test_what_nobody_notices_is_tried_in_another_grid(judge: Judge, found: tuple[Place, ...]) -> None:
     """There a point is the one to which the same lines lead. At home this mutant makes its mistake nowhere, and nothing is noticed."""
-    more = compile_model("llama-tiny", blocks=4, max_kv=MAX_KV)
+    more = compile_model("llama-tiny", blocks=4, max_kv=MAX_KV, schedule=BY_BLOCK)
     both = MutableSubject(judge.home.subject, (3,), Subject(more.manifest, emit(more.plan)))()
     place = next(p for p in found if p.kind is Point.BLOCK_BARRIER and p.within("take_token"))
     verdict = both.judge(Mutant(replace(place, keys=()), Change.DROP, 10**7))
@@ -149,7 +154,7 @@ def test_what_orders_rows_between_steps_is_worked_out_from_the_plan() -> None:
     assert not copies_wait_for_stages(apart, of_the_head=True)  # a ring of its own has nothing else in it
 
 
-DIRECT = {"run_direct", "run_heads"}  # kernels whose inputs arrive in registers, below
+DIRECT = {"multiply_direct", "run_heads"}  # kernels whose inputs arrive in registers, below
 
 
 def test_arguments_about_kernels_name_places_that_exist(found: tuple[Place, ...]) -> None:
@@ -178,11 +183,16 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
 def test_arguments_about_inputs_in_registers_hold_only_where_their_facts_do() -> None:
     kernel, config = synced("llama-tiny-odd", "sentinel")
     made = compile_model(kernel, config=config, blocks=5, max_kv=MAX_KV).plan
-    frames = (Frame("mk::Reader::release", "ring.h", 1), Frame("run_direct", "direct.h", 1))
+    frames = (Frame("mk::Reader::release", "ring.h", 1), Frame("multiply_direct", "direct.h", 1))
     place = Place(Point.WARP_BARRIER, "consumer", "o_proj", "", frames, "", ())
     facts = Facts(made, (place,), include())
-    assert argument_for(Mutant(place, Change.DROP), facts)  # taken before the splits are merged, behind which the block meets
-    assert not argument_for(Mutant(replace(place, op="down_proj"), Change.DROP), facts)
+    both = [replace(place, op=op) for op in ("o_proj", "down_proj")]
+    assert all(argument_for(Mutant(p, Change.DROP), facts) for p in both)  # the finisher meets the block before it polls
+    alone = replace(facts, plan=replace(made, tunables=replace(made.tunables, finishes=False)))
+    part = edited(alone.plan, lambda i: replace(i, args={**i.args, "whole": False}) if i.call == "hold_tiles" else i)
+    merged = edited(part, lambda i: replace(i, syncs=("done",)) if i.call == "merge" else i)
+    assert [bool(argument_for(Mutant(p, Change.DROP), alone)) for p in both] == [True, True]  # behind the barrier of the partial sums
+    assert [bool(argument_for(Mutant(p, Change.DROP), replace(alone, plan=merged))) for p in both] == [True, False]
     inner = replace(place, frames=(frames[0], Frame("multiply_from_ring", "direct.h", 1), frames[1]))
     assert not argument_for(Mutant(inner, Change.DROP), facts)
 

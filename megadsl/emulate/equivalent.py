@@ -91,13 +91,18 @@ def _taken(place: Place, facts: Facts) -> bool:
 
 
 def _met_since(place: Place, facts: Facts) -> bool:
-    """Whether the stages let go of are of tiles that were taken before the block met: behind a merge, or its publication."""
+    """Whether the stages let go of are of tiles that were taken before the block met: a finisher, for partial sums, behind a merge, or
+    its publication."""
     if place.within("multiply_from_ring") or not place.within("Reader::release"):
         return False
+    if facts.plan.tunables.finishes:  # before the input is polled
+        return True
     taken = False
     for instr in instructions(facts.plan.program("consumer").body):
         if instr.call == "hold_tiles" and instr.op == place.op:
             taken = True
+            if instr.args["whole"]:  # let go of behind the barrier of the partial sums
+                return True
         elif instr.call == "matrix" and instr.op == place.op:
             return False
         elif taken and instr.call in ("merge", "publish") and instr.syncs:
@@ -170,8 +175,9 @@ EQUIVALENT = (
     Equivalent(
         Point.WARP_BARRIER,
         Change.DROP,
-        "run_direct",
-        "the block has met since the warp took these tiles: behind what is merged in between or its publication, each time",
+        "multiply_direct",
+        "the block has met since the warp took these tiles: its finisher, for partial sums, behind what is merged in between or its"
+        " publication, each time",
         _met_since,
     ),
     Equivalent(

@@ -52,6 +52,14 @@ struct Block {
     chaos(cx, Place::kBarrier, 0, 0);
     ptx::bar_sync(kBarrier, kThreads);
   }
+  // All consumer warps, of one team or two.
+  MK_DEV void meet_all() const {
+    if (kFinishes) {
+      meet();
+    } else {
+      sync();
+    }
+  }
   // These warps and the finisher.
   MK_DEV void meet() const {
     if (!kFinishes) return;

@@ -22,6 +22,7 @@ struct Finisher {
   MK_DEV u32 warp() const { return 0; }
   MK_DEV u32 lane() const { return thread; }
   MK_DEV void sync() const { ptx::syncwarp(); }
+  MK_DEV void meet_all() const { meet(); }
   MK_DEV void meet() const {
     chaos(cx, Place::kBarrier, 0, 0);
     ptx::bar_sync(Multiplying::kMeeting, Multiplying::kThreads + kWarpSize);

@@ -99,8 +99,7 @@ MK_DEV bool take_token(const B& block, u32 site, const Round& round, Step& step,
       }
     }
   }
-  block.sync();
-  block.meet();
+  block.meet_all();
   trace(block.cx, Event::kReady, site);
   const bool more = steps.more();
   if (more) step = step_after(step);
