@@ -106,7 +106,7 @@ struct Publication : Outgoing<Wire, B::kTokens> {
       }
       // Now others may write where the results came from. Where they could not do so before the block meets anyway, the barrier still
       // pays (docs/performance.md): the other warps would poll beside the one that publishes.
-      block.sync();
+      if (B::kThreads > kWarpSize) block.sync();  // a finisher meets the block before it stages anew
       return;
     }
     if (!lost) this->send();
