@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 import megadsl as mk
+from megadsl.build.host import DETECT
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.emulate.explore import policy_of
 from megadsl.ir.graph import Attention, Linear
 from megadsl.reference import ReferenceModel
 from megadsl.reference.compare import agreement
@@ -246,3 +248,13 @@ def check(
 
 def attention_of(made: Compiled) -> Attention:
     return next(op for op in made.graph.ops if isinstance(op, Attention))
+
+
+def check_races(made: Compiled, some: Sequence[Step]) -> None:
+    """Under the race detector: right, and the same bits without a race under an unfair schedule too."""
+    bench = Bench(made, defines={DETECT: "1"})
+    first = bench.play(some)
+    judge(made, bench.weights, some, first)
+    bench.program.seed, bench.program.policy = 2, policy_of(2)
+    assert bench.play(some)[0].same(first[0])
+    assert bench.program.report is not None and not bench.program.report.races

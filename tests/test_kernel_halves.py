@@ -8,14 +8,12 @@ from lower_tools import GPU
 from schedules import everywhere
 
 import megadsl as mk
-from megadsl.build.host import DETECT
 from megadsl.check import check_plan
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.emulate.explore import policy_of
 from megadsl.ir.plan import Instr
 from megadsl.lower.programs import instructions
-from tests.kernels import Bench, Configure, check, compiled, config, judge, steps
+from tests.kernels import Configure, check, check_races, compiled, config, steps
 
 FULL = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 176}  # rows of 12 tokens end in a tile
 LONG = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "hidden_size": 96, "intermediate_size": 64, "vocab_size": 64}
@@ -57,12 +55,7 @@ def test_only_where_a_tile_has_two_warps(tokens: int, halves: bool) -> None:
 
 def test_no_schedule_shows_a_race() -> None:
     made = compiled("llama-tiny", tokens=12, blocks=2, fields=config(**FULL), configure=sentinels, max_kv=48)
-    bench, some = Bench(made, defines={DETECT: "1"}), steps(made, [(20, 12)])
-    first = bench.play(some)
-    judge(made, bench.weights, some, first)
-    bench.program.seed, bench.program.policy = 2, policy_of(2)
-    assert bench.play(some)[0].same(first[0])
-    assert bench.program.report is not None and not bench.program.report.races
+    check_races(made, steps(made, [(20, 12)]))
 
 
 def test_the_checker_knows_the_meeting_in_between() -> None:

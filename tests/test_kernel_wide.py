@@ -10,17 +10,15 @@ from lower_tools import GPU
 from schedules import LINEARS, VALUES
 
 import megadsl as mk
-from megadsl.build.host import DETECT
 from megadsl.check import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.emulate.explore import policy_of
 from megadsl.lower.gathers import is_wide
 from megadsl.lower.memory import chunk_pieces, column_chunks
 from megadsl.lower.programs import instructions
 from megadsl.lower.tiling import tiling
-from tests.kernels import Bench, Configure, bits, check, compiled, config, judge, steps, together
+from tests.kernels import Bench, Configure, bits, check, check_races, compiled, config, steps, together
 
 # Row groups of two tiles: whole ones of 4 panels for each of 8 warps; of 20 panels, which are two and a half for each.
 BROAD = {"hidden_size": 2048, "intermediate_size": 1040, "vocab_size": 64, "num_hidden_layers": 1}
@@ -114,12 +112,7 @@ def test_any_number_of_blocks_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("configure", [held, chunked])
 def test_no_schedule_shows_a_race(configure: Configure) -> None:
     made = compiled("llama-tiny", tokens=5, blocks=2, fields=config(**BROAD), configure=configure, max_kv=16)
-    bench, some = Bench(made, defines={DETECT: "1"}), steps(made, [(0, 5)])
-    first = bench.play(some)
-    judge(made, bench.weights, some, first)
-    bench.program.seed, bench.program.policy = 2, policy_of(2)
-    assert bench.play(some)[0].same(first[0])
-    assert bench.program.report is not None and not bench.program.report.races
+    check_races(made, steps(made, [(0, 5)]))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::hold_vector(block, read_loader, 8, 0, u32(s.qkv_proj.columns), vector_input_layernorm);
         mk::hold_stages(block, read_loader, 9, 1, s.qkv_proj, qkv_proj_held);
 
-        const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         const auto terms = [](float x_, auto& of) {
           of[0] = x_ * x_;  // r0 = mean(x * x)
         };
@@ -195,7 +194,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::hold_vector(block, read_loader, 19, 0, u32(s.gate_up_proj.columns), vector_post_attention_layernorm);
         mk::hold_stages(block, read_loader, 20, 1, s.gate_up_proj, gate_up_proj_held);
 
-        const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
         const auto terms = [](float o_proj_, auto& of) {
           of[0] = o_proj_ * o_proj_;  // r0 = mean(o_proj * o_proj)
         };
@@ -235,7 +233,6 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::hold_vector(block, read_loader, 26, 0, u32(s.lm_head.columns), vector_norm);
       mk::hold_stages(block, read_loader, 27, 1, s.lm_head, lm_head_held);
 
-      const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
       const auto terms = [](float x_, auto& of) {
         of[0] = x_ * x_;  // r0 = mean(x * x)
       };
@@ -286,7 +283,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
         const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
-        const float per_column = 1.0f / float(s.qkv_proj.columns);
+        const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, QkvProjTiles>(block, s.qkv_proj, s.smem,
             [&](u32 token) {
               // rsqrt(mean(x * x) + 1e-05)
@@ -340,7 +337,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
         const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
-        const float per_column = 1.0f / float(s.gate_up_proj.columns);
+        const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, GateUpProjTiles>(block, s.gate_up_proj, s.smem,
             [&](u32 token) {
               // rsqrt(mean(o_proj * o_proj) + 1e-05)
@@ -384,7 +381,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       mk::release_rows(block, step, steps);
       const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
       mk::Best best;
-      const float per_column = 1.0f / float(s.lm_head.columns);
+      const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
       mk::finish_matrix<kBatch, LmHeadTiles>(block, s.lm_head, s.smem,
           [&](u32 token) {
             // rsqrt(mean(x * x) + 1e-05)

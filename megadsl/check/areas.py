@@ -15,6 +15,7 @@ from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.exchanges import LASTS_PER_VECTOR
+from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import prologue_values, vectors
 from megadsl.lower.shape import ident
@@ -27,7 +28,7 @@ MOST_PASSES = 5  # of a linear: its two halves of partial sums alternate, so tha
 MOST_UNITS = 3  # of an attention
 JOINT = ("input", "partials", "merge", "token")  # where the finisher meets the others
 FIRST, FINISHER = "first", "finisher"
-QUERY_ROWS, KEY_ROWS = 16, 8  # that lie side by side in each panel: query_offset, key_offset
+KEY_ROWS = 8  # that lie side by side in each panel, as QUERY_ROWS do: key_offset, query_offset
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
 

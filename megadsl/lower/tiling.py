@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadsl.ir.graph import Linear
+from megadsl.ir.graph import HEAD_PANEL, Linear
 from megadsl.types import ceil_div, round_up
 
 GROUP_ROWS = 8  # rows per tile; they fill the mma's 16 as two column ranges
-PANEL = 32  # columns per panel: two k16 steps, one 16-byte load per lane
+PANEL = HEAD_PANEL  # columns per panel: two k16 steps, one 16-byte load per lane
 MAX_TILE_COLUMNS = 1024  # 8 rows x 1024 bf16 = 16 KB, one ring stage
 
 

@@ -289,11 +289,8 @@ MK_DEV void run_direct(const B& block, R& reader, u32 site, const LinearShape& s
   float factor = 1.0f;
   const auto finish = [&](smem_ptr<float> partials, u32 first, u32 last) {
     block.sync();
-    const auto scaled = [&] {
-      if (first == begin) factor = scale.factor(own_token(block));
-      return factor;
-    };
-    finish_batch<kBatch, false>(block, partials, first, last, ChunkSums{}, scaled, epilogue);
+    const auto factor_of = [&](u32 token) { return scale.factor(token); };
+    finish_groups<kBatch, G>(block, partials, begin, first - begin, last - first, ChunkSums{}, factor_of, factor, epilogue);
   };
   multiply_direct<kBatch, G, kVectors>(block, reader, site, s, smem, poll, [&] { scale.settle(); }, finish, held);
   if (kMeets) block.sync();
