@@ -59,6 +59,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "scale"): (Sample("op qkv_proj: scale = before"),),
     ("op", "gather"): (Sample("op qkv_proj: gather = shared\nop o_proj: gather = shared", ALL_SENTINELS),),
     ("op", "residual"): (Sample("op o_proj: residual = exchange\nop down_proj: residual = exchange"),),
+    ("op", "pause"): (Sample("op o_proj: pause = 300\nop attention: pause = 100\nop down_proj: pause = 1"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (
         Sample("edge qkv_proj -> attention: sync = sentinel"),
@@ -96,6 +97,7 @@ op qkv_proj: registers = 2
 op o_proj: ahead_of = qkv_proj
 op o_proj: hint = evict_last
 op o_proj: residual = exchange
+op o_proj: pause = 200
 op attention: split_kv = 2
 op o_proj: sync = flag(slots = 4)
 edge qkv_proj -> attention: sync = sentinel(slots = 8)

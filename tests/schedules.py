@@ -27,11 +27,13 @@ def scaled_before(s: ScheduleBlock) -> None:
 
 
 def kv_loader(s: ScheduleBlock) -> None:
-    """A loader of its own for cached rows."""
+    """A loader of its own for cached rows. Blocks pause before they poll some inputs."""
     s.role("kv_loader", warps=1, kind="loader")
     s.ring("kv_loader", stages=3, stage_bytes=8192, window=8192)
     s.phase("attention").loader("kv_loader")
     s.ring("weights", stages=4)
+    s["attention"].poll(pause=100)
+    s["o_proj"].poll(pause=300).residual("exchange")
 
 
 def kv_loader_and_held_shares(s: ScheduleBlock) -> None:

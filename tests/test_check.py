@@ -167,16 +167,17 @@ def test_plans_list_all_of_them_where_they_are_passed() -> None:
 def test_where_the_teams_meet() -> None:
     """A finisher and those who multiply: before an input, behind each batch of products, behind an attention, for the next token."""
     listed: dict[str, set[str]] = {}
-    for made in (plan("llama-tiny", blocks=1), plan("qwen3-tiny", blocks=7), plan("smollm2-135m")):
+    for made in (plan("llama-tiny", blocks=1), plan("qwen3-tiny", kv_loader, blocks=7), plan("smollm2-135m")):
         for i in instructions(made.program("consumer").body):
             listed.setdefault(i.call, set()).update(name for name in i.syncs if name in JOINT)
     assert {call: names for call, names in listed.items() if names} == {
         "matrix": {"input", "partials"},
+        "meet_finisher": {"input"},
         "attention": {"input", "merge"},
         "argmax": {"token"},
     }
     meets = {"finish.h": 2, "direct.h": 1, "linear.h": 2, "attention.h": 3, "heads.h": 3, "merge.h": 1, "sample.h": 1}
-    assert {name: (HEADERS / name).read_text().count("block.meet();") for name in meets} == meets
+    assert {name: len(re.findall(r"block\.meet(_paused)?\(", (HEADERS / name).read_text())) for name in meets} == meets
 
 
 def test_split_of_cached_rows() -> None:

@@ -6,7 +6,9 @@
 //   2 refill    as 1; warp 1 then arrives on a second mbarrier, warp 0 waits for that and copies anew into the same bytes
 //   3 elect     as 2, but all lanes of warp 1 load and only one arrives, behind __syncwarp
 //   4 hint      warp 0 stores a volatile word, which warp 1 polls: relaxed accesses, one word, nothing else is read by it
-//   5 race      warp 1 loads what warp 0 stores, and nobody waits: must be reported
+//   5 teams     warp 1 loads what warp 0 stores, and they meet at a named barrier, each by an instruction of its own
+//   6 together  the same, by one instruction that both come to
+//   7 race      warp 1 loads what warp 0 stores, and nobody waits: must be reported
 #include <cstdio>
 #include <cstdlib>
 
@@ -109,6 +111,34 @@ __global__ void hint(const char*, u32* out) {
   *out = seen;
 }
 
+constexpr u32 kMeeting = 2, kBoth = 64;
+
+__global__ void teams(const char*, u32* out) {
+  const Stage stage = begin(1);
+  if (ptx::warp_id() == 0) {
+    ptx::st_shared<u32>(stage.words + ptx::lane_id(), 7u);
+    ptx::bar_sync(kMeeting, kBoth);
+  } else {
+    ptx::bar_sync(kMeeting, kBoth);
+    const u32 found = ptx::ld_shared<u32>(stage.words + (ptx::lane_id() ^ 1));
+    if (ptx::lane_id() == 0) *out = found;
+  }
+}
+
+MK_NOINLINE void meet() { ptx::bar_sync(kMeeting, kBoth); }
+
+__global__ void together(const char*, u32* out) {
+  const Stage stage = begin(1);
+  if (ptx::warp_id() == 0) {
+    ptx::st_shared<u32>(stage.words + ptx::lane_id(), 7u);
+    meet();
+  } else {
+    meet();
+    const u32 found = ptx::ld_shared<u32>(stage.words + (ptx::lane_id() ^ 1));
+    if (ptx::lane_id() == 0) *out = found;
+  }
+}
+
 __global__ void race(const char*, u32* out) {
   const Stage stage = begin(1);
   if (ptx::thread_id() == 0) ptx::st_shared<u32>(stage.words, 7u);
@@ -116,7 +146,7 @@ __global__ void race(const char*, u32* out) {
 }
 
 int main(int, char** argv) {
-  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, hint, race};
+  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, hint, teams, together, race};
   const int which = std::atoi(argv[1]);
   char* from = nullptr;
   u32 *out = nullptr, found = 0;
@@ -125,7 +155,7 @@ int main(int, char** argv) {
   cudaMemset(from, 1, kBytes);
   kernels[which]<<<1, 64, 1024>>>(from, out);
   const cudaError_t status = cudaMemcpy(&found, out, sizeof found, cudaMemcpyDeviceToHost);
-  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, 7, found};
+  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, 7, 7, 7, found};
   std::printf("kernel %d: %s, %s\n", which, cudaGetErrorString(status), found == expected[which] ? "right" : "wrong");
   return status != cudaSuccess || found != expected[which];
 }

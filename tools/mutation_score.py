@@ -21,26 +21,29 @@ from megadsl.cli.check import EMULATED_BLOCKS, MORE_BLOCKS
 from megadsl.cli.score import Score
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
+from megadsl.ir.schedule import Sentinel
 from megadsl.machine import DEFAULT_ARCH, machine
 from tools.syncs import synced
 
 CASES = (
     *("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"),
-    *("llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved", "llama-tiny-biased", "qwen3-tiny"),
+    *("llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved", "llama-tiny-biased", "qwen3-tiny", "gemma-tiny"),
     *("llama-tiny/sentinel", "llama-tiny/flag", "llama-tiny-odd/sentinel"),
 )
-TOKENS = {"llama-tiny": 2, "llama-tiny-odd": 1, "llama-tiny-wide": 1, "llama-tiny-interleaved": 1, "llama-tiny-biased": 1, "qwen3-tiny": 1}
+TOKENS = {case.partition("/")[0]: 1 for case in CASES if "-tiny" in case} | {"llama-tiny": 2}  # those that are emulated
 MAX_KV = 64
 SENTINEL_LAYERS = 3  # what a publication empties, for two rounds later, is then asked for within the launch
-SENTINELS = ("qwen3-tiny",)  # by their own schedule
 
 
 def compiled(model: str, sync: str, blocks: int | None) -> Compiled:
     """The model under one kind of sync ("" for its own schedule), proved."""
     kernel, config = synced(model, sync) if sync else load(model)
-    if sync == "sentinel" or (model in SENTINELS and not sync):
-        config = {**config, "num_hidden_layers": SENTINEL_LAYERS}
-    return compile_model(kernel, config=config, tokens=TOKENS.get(model, 1), blocks=blocks, max_kv=MAX_KV if model in TOKENS else None)
+    small = model in TOKENS
+    made = compile_model(kernel, config=config, tokens=TOKENS.get(model, 1), blocks=blocks, max_kv=MAX_KV if small else None)
+    if not small or not any(isinstance(edge.sync, Sentinel) for edge in made.schedule.edges):
+        return made
+    config = {**config, "num_hidden_layers": SENTINEL_LAYERS}
+    return compile_model(kernel, config=config, tokens=TOKENS[model], blocks=blocks, max_kv=MAX_KV)
 
 
 def plan_part(case: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ JUSTIFIED = {
     "read ld_shared_volatile x write st_shared_volatile": "hint",
 }
 RACY = "race"  # the kernel that must be reported: else racecheck sees nothing
+MEETS = "together"  # how kernels meet that are looked at: no tool may take it for anything else
 
 _LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
 _FINDING = re.compile(
@@ -253,6 +254,7 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
     lines = [f"barriers: {row['error']}" for row in found["barriers"] if "error" in row]
     barriers = [row for row in found["barriers"] if row.get("tool") == "racecheck"]
     lines += [f"racecheck does not report kernel {RACY!r}" for row in barriers if row["kernel"] == RACY and not row["races"]]
+    lines += [f"{row['tool']} reports kernel {MEETS!r}" for row in found["barriers"] if row.get("kernel") == MEETS and row["findings"] != 0]
     lines += [f"barriers, kernel {row['kernel']!r}: {_unread(row)}" for row in barriers if row["unread"]]
     for row in found["models"]:
         tool = row["tool"]

@@ -1,9 +1,10 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
-A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync,
-scale, gather, residual, regs (all ops), gather_OP, residual_OP, regs_OP, hint_OP (of one op; regs: tiles in registers, hint: cache
-policy), l2 (KiB ahead for gate_up), chunk_OP (tiles of a row group between two gathers of its input), and a linear's name (parts of
-its columns). Or one knob, file: a schedule file, or none, model, default, as --schedule of megadsl has them.
+A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync, finish,
+scale, gather, residual, regs, pause (all ops), gather_OP, residual_OP, regs_OP, hint_OP, pause_OP (of one op; regs: tiles in registers,
+hint: cache policy, pause: ns before its input is polled), l2 (KiB ahead for gate_up), chunk_OP (tiles of a row group between two gathers
+of its input), and a linear's name (parts of its columns). Or one knob, file: a schedule file, or none, model, default, as --schedule of
+megadsl has them.
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -43,6 +44,7 @@ OF_ONE: dict[str, Callable[[Any, str], Any]] = {
     "residual": lambda op, value: op.residual(value),
     "regs": lambda op, value: op.prefetch(registers=int(value)),
     "chunk": lambda op, value: op.split(chunk=int(value)),
+    "pause": lambda op, value: op.poll(pause=int(value)),
 }
 
 
@@ -57,7 +59,7 @@ def apply_knob(s: Any, graph: Graph, knob: str, value: str) -> None:
             s.finish(value)
         case "batch" | "blocks":
             getattr(s, knob)(int(value))
-        case "splits" | "sync" | "scale" | "gather" | "residual":
+        case "splits" | "sync" | "scale" | "gather" | "residual" | "pause":
             apply_everywhere(s, graph, knob, value)
         case "l2":
             s["gate_up_proj"].prefetch(l2=int(value) * KIB, ahead_of="attention")
@@ -78,6 +80,8 @@ def apply_everywhere(s: Any, graph: Graph, knob: str, value: str) -> None:
             s[op.name].split(kv=int(value))
         if knob == "gather" and isinstance(op, Linear | Attention):
             s[op.name].gather(value)
+        if knob == "pause" and isinstance(op, Linear | Attention):
+            s[op.name].poll(pause=int(value))
         if knob == "residual" and isinstance(op, Linear) and kept_values(op):
             s[op.name].residual(value)
         if knob == "scale" and isinstance(op, Linear) and op.factored is not None:

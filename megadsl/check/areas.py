@@ -153,6 +153,9 @@ class Stream:
     def _sync(self, _: Step) -> Iterator[Event]:
         yield Meet("sync", self.finishes)
 
+    def _meet_finisher(self, step: Step) -> Iterator[Event]:
+        yield from self._meet(step.instr, "input")
+
     def _copy_vector(self, step: Step) -> Iterator[Event]:
         yield self._copy(step, str(step.instr.args["arg"]), True)
 
@@ -184,7 +187,8 @@ class Stream:
             groups = m.pass_groups if m.chunks > 1 else max(own, 1)
             for start in range(0, max(own, 1), groups)[:MOST_PASSES]:
                 for chunk in range(m.chunks):
-                    yield from self._meet(step.instr, "input")
+                    if turn or not step.instr.args["met"]:
+                        yield from self._meet(step.instr, "input")
                     yield from self._prologue(step, m, part * m.chunks + chunk)
                     yield from self._meet(step.instr, "gathered")
                     if not step.instr.args["lanes"]:

@@ -45,8 +45,14 @@ RING_TWICE = declare(
     "schedule: {ring!r} and {other!r} are one ring, and its {field} is both {value} and {mine}",
     "keep one of the two",
 )
-NOT_SPLIT = declare("MK158", "schedule: {op!r} is no attention, it has no KV range to split", "split(kv=...) is for attention ops")
+NOT_FOR = declare("MK158", "schedule: {op!r} is no {kind}, it has no {what}", "{call} is for {kind} ops")
 
+# What would change nothing of an op of another kind: its kinds, their name, what the others lack, the call.
+_FOR: dict[str, tuple[tuple[type[Attention | Linear], ...], str, str, str]] = {
+    "splits": ((Attention,), "attention", "KV range to split", "split(kv=...)"),
+    "residual": ((Linear,), "linear", "rows that it adds to", "residual(...)"),
+    "pause": ((Linear, Attention), "linear or attention", "input to poll", "poll(...)"),
+}
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
@@ -213,9 +219,10 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
             return replace(old, scale=record.scale)
         case SetSplit():
             changes = dict(record.changes)
-            if "splits" in changes and not isinstance(graph.op(old.op), Attention):
-                found.add(NOT_SPLIT, record.span, op=old.op)
-                return old
+            for field, (kinds, kind, what, call) in _FOR.items():
+                if field in changes and not isinstance(graph.op(old.op), kinds):
+                    found.add(NOT_FOR, record.span, op=old.op, kind=kind, what=what, call=call)
+                    return old
             return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
 
 

@@ -96,6 +96,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("scale", OP, "s[...].scale(...)", SetScale, "scale", words(*SCALES), _ROUNDS, _CODE),
     Knob("gather", OP, "s[...].gather(...)", SetSplit, "gather", words(*GATHERS), _ROUNDS, _CODE),
     Knob("residual", OP, "s[...].residual(...)", SetSplit, "residual", words(*RESIDUALS), _KEEPS, _CODE),
+    Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),
 )

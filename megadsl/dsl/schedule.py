@@ -276,6 +276,17 @@ class OpHandle:
         self._block.record(SetSplit(self._op, (("residual", where),), span))
         return self
 
+    def poll(self, *, pause: int) -> OpHandle:
+        """How a block waits for the op's input: its first poll comes ``pause`` nanoseconds after its warps have met, or have published
+        where they need not meet. Bit-identical.
+
+        What is polled in vain stands in the way of what other blocks still have to store. 0: at once. A warp that finishes,
+        s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind what it publishes.
+        """
+        span = caller_span()
+        self._block.record(SetSplit(self._op, (("pause", self._block.checked("poll pause", pause, 0, span)),), span))
+        return self
+
     def sync(self, sync: Sync) -> OpHandle:
         """How all readers wait for what this op gives: mk.Tagged, mk.Sentinel or mk.Flag. Bit-identical."""
         EdgeHandle(self._block, self._op, None).sync(sync)

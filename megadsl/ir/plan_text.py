@@ -59,6 +59,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
         scale += ", gathered into registers" if op.gather == "registers" else ""
+        scale += f", polled after {op.pause} ns" if op.pause else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 

@@ -1,8 +1,9 @@
 """Who adds the partial sums of a block's warps, applies the epilogue and publishes.
 
 By the block: its warps meet behind their products, and the first ones add. By a warp of its own, the finisher: it adds and publishes while
-the others are on their way to the next op, whose addresses and held tiles then cost no time; they meet it before they poll. The finisher
-also merges splits, takes the next token, and gathers residual rows.
+the others are on their way to the next op, whose addresses and held tiles then cost no time; they meet it before they poll. Where they
+pause there (OpSchedule.pause), it meets them at once, and makes ready for the op meanwhile. The finisher also merges splits, takes the next
+token, and gathers residual rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MOST_TOKENS = 8  # mk::finish_batch: four threads a token
 
 MULTIPLY, FINISH, BOTH = "multiply", "finish", "both"
 _FINISHED = ("merge", "gather_kept", "release_rows", "acquire_rows")
-_SHARED = ("matrix", "attention", "argmax")
+_SHARED = ("matrix", "attention", "argmax", "meet_finisher")
 
 
 def why_block(graph: Graph, schedule: Schedule) -> str:

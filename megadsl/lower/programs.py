@@ -256,6 +256,8 @@ def _copies(op: Linear, ring_role: str, sites: dict[str, int]) -> Iterator[Instr
 def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     if not _begins_early(builder, op):
         yield from _begin(builder, op, role)
+    if _meets_first(builder, op):
+        yield Instr(Verb.BARRIER, "meet_finisher", op.name, op.span, syncs=("input",))
     for index, (name, ref) in enumerate(kept_values(op)):
         if is_local(op, ref, builder.graph, builder.schedule):
             continue
@@ -273,10 +275,18 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     yield Instr(
         Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
         "own_groups * pieces", prologue, _meetings(builder, op),
-        {"linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "lanes": lanes, "parts": "", **parts},
+        {
+            "linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "lanes": lanes, "parts": "",
+            "pause": builder.schedule.op(op.name).pause, "met": _meets_first(builder, op), **parts,
+        },
     )  # fmt: skip
     if not split:
         yield from _results(builder, op, role)
+
+
+def _meets_first(builder: Builder, op: Linear) -> bool:
+    """Whether a finisher meets the others before it does anything for the op: they pause before they poll, and need not be stopped."""
+    return finishers(builder.schedule) > 0 and builder.schedule.op(op.name).pause > 0
 
 
 def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
@@ -414,7 +424,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
         "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
-        "halves": in_halves(op, builder.graph.tokens, builder.schedule.consumer.warps),
+        "pause": builder.schedule.op(op.name).pause, "halves": in_halves(op, builder.graph.tokens, builder.schedule.consumer.warps),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 

@@ -7,7 +7,7 @@ import struct
 
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Record
-from megadsl.ir.schedule import Schedule
+from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.gathers import tiles_together
@@ -113,7 +113,7 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
         op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name),
         tiles_together(op, schedule, graph.tokens), how.prefetch.l2_bytes, pass_groups(op, graph, schedule),
     )  # fmt: skip
-    found = [Record("mk::LinearShape", ident(op.name), words)]
+    found = [Record("mk::LinearShape", ident(op.name), words), *_pause(how)]
     sliced = [(arg, ref.begin) for arg, ref in (*prologue_values(op), *kept_values(op)) if ref.begin]
     found.extend(Record("mk::i32", begin_name(op.name, arg), (begin,), "first feature of a slice") for arg, begin in sliced)
     rotated = [i for i, p in enumerate(op.parts) if p.turned is not None]
@@ -153,4 +153,8 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     share = sharing(op, op.heads * op.head_dim, schedule)
     merge = (share.groups, share.share_offset, op.heads // op.kv_heads, divisor_inverse(op.heads // op.kv_heads))
     found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
-    return found + [_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op)]
+    return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
+
+
+def _pause(how: OpSchedule) -> list[Record]:
+    return [Record("mk::i32", f"{ident(how.op)}_pause", (how.pause,), "ns before its input is polled")] if how.pause else []

@@ -34,6 +34,7 @@ WARPS = (4, 6, 7, 8, 10, 12, 16)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 HELD = (0, 1, 2, 3, 4, 6, 8, 12)
 L2_SIZES = tuple(n * KIB for n in (0, 32, 64, 128, 256))
+PAUSES = (0, 100, 200, 300, 400, 600, 800, 1000)
 WIRES: tuple[Sync, ...] = (Tagged(), Sentinel(), Flag())
 MOST_WAYS = 8
 MOST_VALUES = 4  # of what has many divisors
@@ -335,6 +336,13 @@ TURNS: tuple[Turn, ...] = (
         _prefetch_field("smem"),
         lambda scene, of: (True, False),
         lambda scene, of, value: effects.TRIFLE_US if value else -effects.TRIFLE_US,
+    ),
+    Turn(
+        knobs_of(OP)["pause"],
+        _loaded,
+        _op_field("pause"),
+        lambda scene, of: near(PAUSES, scene.schedule.op(of[0]).pause),
+        _each_run(0.2),
     ),
     Turn(knobs_of(OP)["share_offset"], _uneven, _op_field("share_offset"), _quarters, _each_run(0.1)),
     Turn(knobs_of(OP)["l2"], _linears, _prefetch_field("l2_bytes"), lambda scene, of: L2_SIZES, _each_run(0.1), _ahead),

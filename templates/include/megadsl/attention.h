@@ -335,12 +335,12 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
                            Softmax<T>& state);
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
-// queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `heads`: what is
+// queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `pause`: ns before the first poll. `heads`: what is
 // made of queries and keys before they are multiplied.
 template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
-                          const H& heads = {}) {
+                          u32 pause, const H& heads = {}) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16);
@@ -365,7 +365,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
         ancestors[r] = ptx::ld_global<u32>(block.cx.control->ancestors + (row0 + S<T>::row(block.lane(), r)) % B::kTokens);
     };
     ask_ancestors(0);
-    if (u == block.cx.block) block.meet();
+    if (u == block.cx.block) block.meet_paused(pause);
     gather_unit<QkvWire, T, P>(block, gather_site, s, qkv, qkv_sequence, unit);
     block.sync();
     if constexpr (H::kMaps) {

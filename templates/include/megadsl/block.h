@@ -26,6 +26,13 @@ struct SmemShape {
   i32 sums;         // products with some chunks of the columns, see ChunkSums
 };
 
+// How the teams of a block meet. compute-sanitizer takes a barrier for several where threads come to it by several instructions
+// (tools/barriers.cu, `teams`): a build with MK_SANITIZE has one.
+template <u32 kBarrier, u32 kThreads>
+MK_ONE_COPY void meet_teams() {
+  ptx::bar_sync(kBarrier, kThreads);
+}
+
 // kFinishes: a further warp, Finisher, does what comes behind the partial sums.
 template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_, bool kFinishes_ = false>
 struct Block {
@@ -64,7 +71,12 @@ struct Block {
   MK_DEV void meet() const {
     if (!kFinishes) return;
     chaos(cx, Place::kBarrier, 0, 0);
-    ptx::bar_sync(kMeeting, kThreads + kWarpSize);
+    meet_teams<kMeeting, kThreads + kWarpSize>();
+  }
+  // And what they wait for then comes no sooner than `pause` ns later.
+  MK_DEV void meet_paused(u32 pause) const {
+    meet();
+    if (pause != 0) ptx::nanosleep(pause);
   }
 
   // Tells the loaders that the block is about to meet others, or that it has met them.

@@ -25,7 +25,7 @@ struct Finisher {
   MK_DEV void meet_all() const { meet(); }
   MK_DEV void meet() const {
     chaos(cx, Place::kBarrier, 0, 0);
-    ptx::bar_sync(Multiplying::kMeeting, Multiplying::kThreads + kWarpSize);
+    meet_teams<Multiplying::kMeeting, Multiplying::kThreads + kWarpSize>();
   }
 
   template <class T>
@@ -33,14 +33,16 @@ struct Finisher {
 };
 
 // What the finisher does while the others are in run_tiles or multiply_direct: it meets them before they bring an input, and behind each batch,
-// whose sums it hands to `finish` as run_tiles does.
-template <u32 kBatch, class G, class B, class Finish>
+// whose sums it hands to `finish` as run_tiles does. kMet: it has met them before the first input.
+template <u32 kBatch, class G, bool kMet, class B, class Finish>
 MK_DEV void finish_tiles(const B& block, const LinearShape& s, const SmemShape& smem, Finish finish) {
   const RowGroups own = own_groups(block.cx, s);
   u32 turn = 0;
+  bool met = kMet;
   for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
     for_each_pass(G::kGroups, G::kChunks, groups, [&](u32 begin, u32 end, u32 chunk) {
-      block.meet();
+      if (!met) block.meet();
+      met = false;
       for_each_pass(kBatch, 1, RowGroups{begin, end}, [&](u32 first, u32 last, u32) {
         block.meet();
         const ChunkSums chunks = {block.template at<float>(smem.sums) + (first - begin) * B::kTokens * kGroupRows, chunk == 0, chunk + 1 == G::kChunks};
@@ -52,11 +54,11 @@ MK_DEV void finish_tiles(const B& block, const LinearShape& s, const SmemShape& 
 }
 
 // The finisher's side of run_matrix and run_direct; `factor` as RowScale's.
-template <u32 kBatch, class G, class B, class Factor, class Epilogue>
+template <u32 kBatch, class G, bool kMet = false, class B, class Factor, class Epilogue>
 MK_DEV void finish_matrix(const B& block, const LinearShape& s, const SmemShape& smem, Factor factor, Epilogue epilogue) {
   const u32 begin = own_groups(block.cx, s).begin;
   float scale = 1.0f;
-  finish_tiles<kBatch, G>(block, s, smem, [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
+  finish_tiles<kBatch, G, kMet>(block, s, smem, [&](smem_ptr<float> partials, u32 first, u32 count, ChunkSums chunks) {
     finish_groups<kBatch, G>(block, partials, begin, first, count, chunks, factor, scale, epilogue);
   });
 }
