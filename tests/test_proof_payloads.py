@@ -52,7 +52,7 @@ def exchanged(wire: str, data: U16 | U32, sequence: int) -> NDArray[np.generic]:
 
 
 def sent16(wire: str, patterns: U16) -> U16:
-    """The rule of both 16-bit types, which is one function in exchange.h."""
+    """The rule of both 16-bit types, which is one function in wires.h."""
     canonical = {PAYLOADS[name].canonical for name in ("bf16", "f16")}
     assert canonical == {0x7FFF}
     return np.where(patterns == 0xFFFF, 0x7FFF, patterns).astype(np.uint16) if wire == "Sentinel" else patterns

@@ -6,8 +6,8 @@
 //   2 refill    as 1; warp 1 then arrives on a second mbarrier, warp 0 waits for that and copies anew into the same bytes
 //   3 elect     as 2, but all lanes of warp 1 load and only one arrives, behind __syncwarp
 //   4 hint      warp 0 stores a volatile word, which warp 1 polls: relaxed accesses, one word, nothing else is read by it
-//   5 teams     warp 1 loads what warp 0 stores, and they meet at a named barrier, each by an instruction of its own
-//   6 together  the same, by one instruction that both come to
+//   5 teams     eight warps store what a ninth loads, in turns; they meet at a named barrier, each team by instructions of its own
+//   6 turns     the same, with the form of the barrier that is for threads of a warp that come one by one
 //   7 race      warp 1 loads what warp 0 stores, and nobody waits: must be reported
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +18,7 @@ namespace ptx = mk::ptx;
 using mk::u32, mk::u64, mk::ptx::smem_ptr;
 
 constexpr u32 kBytes = 128, kRounds = 4, kPolls = 1u << 22;
+constexpr u32 kTurns = 64, kAdded = 8 * kTurns * (kTurns - 1) / 2;
 
 struct Stage {
   smem_ptr<u64> full, empty;
@@ -111,32 +112,43 @@ __global__ void hint(const char*, u32* out) {
   *out = seen;
 }
 
-constexpr u32 kMeeting = 2, kBoth = 64;
-
-__global__ void teams(const char*, u32* out) {
+// Warps 0 to 7 store, warp 8 adds, in turns, as consumers and their finisher do. They meet at a named barrier before and behind the stores,
+// each team by instructions of its own; the first also meets alone. Warp 9, like a loader, takes no part and waits for the end.
+template <class Meet>
+__device__ void in_turns(Meet meet, u32* out) {
+  constexpr u32 kStoring = 8;
   const Stage stage = begin(1);
-  if (ptx::warp_id() == 0) {
-    ptx::st_shared<u32>(stage.words + ptx::lane_id(), 7u);
-    ptx::bar_sync(kMeeting, kBoth);
-  } else {
-    ptx::bar_sync(kMeeting, kBoth);
-    const u32 found = ptx::ld_shared<u32>(stage.words + (ptx::lane_id() ^ 1));
-    if (ptx::lane_id() == 0) *out = found;
+  u32 sum = 0;
+  if (ptx::warp_id() < kStoring) {
+#pragma unroll 1
+    for (u32 round = 0; round < kTurns; ++round) {
+      meet();
+      ptx::bar_sync(1, kStoring * 32);
+      ptx::st_shared<u32>(stage.words + (round % 2 * kStoring * 32 + ptx::thread_id()), round);
+      meet();
+    }
+  } else if (ptx::warp_id() == kStoring) {
+#pragma unroll 1
+    for (u32 round = 0; round < kTurns; ++round) {
+      meet();
+      meet();
+      for (u32 warp = 0; warp < kStoring; ++warp) sum += ptx::ld_shared<u32>(stage.words + ((round % 2 * kStoring + warp) * 32 + ptx::lane_id()));
+    }
+    if (ptx::lane_id() == 0) {
+      *out = sum;
+      ptx::mbar_arrive(stage.full);
+    }
+  } else if (ptx::lane_id() == 0) {
+    await(stage.full, 0);
   }
 }
 
-MK_NOINLINE void meet() { ptx::bar_sync(kMeeting, kBoth); }
+__global__ void teams(const char*, u32* out) {
+  in_turns([] { ptx::bar_sync(2, 288); }, out);
+}
 
-__global__ void together(const char*, u32* out) {
-  const Stage stage = begin(1);
-  if (ptx::warp_id() == 0) {
-    ptx::st_shared<u32>(stage.words + ptx::lane_id(), 7u);
-    meet();
-  } else {
-    meet();
-    const u32 found = ptx::ld_shared<u32>(stage.words + (ptx::lane_id() ^ 1));
-    if (ptx::lane_id() == 0) *out = found;
-  }
+__global__ void turns(const char*, u32* out) {
+  in_turns([] { ptx::barrier_sync(2, 288); }, out);
 }
 
 __global__ void race(const char*, u32* out) {
@@ -146,16 +158,16 @@ __global__ void race(const char*, u32* out) {
 }
 
 int main(int, char** argv) {
-  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, hint, teams, together, race};
+  void (*const kernels[])(const char*, u32*) = {arrive, bulk_copy, refill, elect, hint, teams, turns, race};
   const int which = std::atoi(argv[1]);
   char* from = nullptr;
   u32 *out = nullptr, found = 0;
   cudaMalloc(&from, kBytes);
   cudaMalloc(&out, sizeof *out);
   cudaMemset(from, 1, kBytes);
-  kernels[which]<<<1, 64, 1024>>>(from, out);
+  kernels[which]<<<1, kernels[which] == teams || kernels[which] == turns ? 320 : 64, 4096>>>(from, out);
   const cudaError_t status = cudaMemcpy(&found, out, sizeof found, cudaMemcpyDeviceToHost);
-  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, 7, 7, 7, found};
+  const u32 word = 0x01010101u, expected[] = {7, word, kRounds * word, kRounds * word, 7, kAdded, kAdded, found};
   std::printf("kernel %d: %s, %s\n", which, cudaGetErrorString(status), found == expected[which] ? "right" : "wrong");
   return status != cudaSuccess || found != expected[which];
 }

@@ -48,14 +48,12 @@ MODELS = ("llama-tiny", "llama-tiny-odd")
 TOKENS = (1, 4)
 CASES = tuple(f"{model}/{tokens}/{sync}" for model in MODELS for tokens in TOKENS for sync in SYNCS)
 
-BUILD = {
-    "MK_SANITIZE": "1"
-}  # the teams of a block meet at one instruction, else the tools miss their meetings: kernels `teams` and `together`
+BUILD = {"MK_SANITIZE": "1"}  # the teams of a block meet in a form that the tools understand: kernels `teams` and `turns`
 BLOCKS, MAX_KV = 8, 64
 KV = (0, 17)  # cached rows of the two steps
 PATIENCE_S = 900.0  # a tool makes a kernel hundreds of times slower
 
-BARRIERS = ("arrive", "copy", "refill", "elect", "hint", "teams", "together", "race")  # the kernels of tools/barriers.cu, by number
+BARRIERS = ("arrive", "copy", "refill", "elect", "hint", "teams", "turns", "race")  # the kernels of tools/barriers.cu, by number
 OPTIONS = {
     "memcheck": ("--report-api-errors", "no"),  # cuda-python looks for its functions by asking for versions that may not exist
 }

@@ -4,8 +4,8 @@ racecheck names the two sides of a race by instruction and line, not by call sta
 line is that of a PTX wrapper, and the function's name that of whatever else was inlined there. So a side is taken for the wrapper
 that its line stands in, and a race for a pair of wrappers. A pair that JUSTIFIED names is justified if its kernel, which does only
 that and is right by PTX, is reported for the same pair in the same session. Who called a wrapper is read from nvdisasm's line
-table of the same cubin, for the reader to compare: that the pair is used the same way in a model is shown by the plan checker and by
-the race detector, not here.
+table of the same cubin: of a plain load and a plain store, which anybody may use, JUSTIFIED names the calling functions too. That a pair
+is used rightly in a model is shown by the plan checker and by the race detector, not here.
 
 Some sides the tool names by their offset in the kernel alone. Their lines come from that table too, which must agree with each line
 that the tool does give, and have an access to shared memory wherever it says that there is one: else it is not of the cubin that ran.
@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megadsl.resources import include
@@ -28,9 +29,12 @@ UNJUSTIFIED, UNREAD = "UNJUSTIFIED", "UNREAD"
 JUSTIFIED = {
     "read ld_shared x write bulk_load": "elect",
     "read ld_shared_volatile x write st_shared_volatile": "hint",
+    "read ld_shared in finish_batch x write st_shared in store_partials": "turns",
+    "read ld_shared in row_total x write st_shared in leave": "turns",
 }
+PLAIN = {"read ld_shared", "write st_shared"}
 RACY = "race"  # the kernel that must be reported: else racecheck sees nothing
-MEETS = "together"  # how kernels meet that are looked at: no tool may take it for anything else
+MEETS = "turns"  # how teams meet in kernels that are looked at: synccheck has to understand it
 
 _LINE = re.compile(r"([\w.]+\.(?:h|cu)):(\d+)")
 _FINDING = re.compile(
@@ -67,6 +71,17 @@ class Race:
 def headers() -> dict[str, str]:
     """The PTX headers' texts by file name, as a tool names them."""
     return {path.name: path.read_text() for path in sorted((include() / "megadsl" / "ptx").glob("*.h"))}
+
+
+@cache
+def function_at(place: str) -> str:
+    """The function of the headers that calls a wrapper at ``place``, file:line; "" if that is in none."""
+    name, _, line = place.partition(":")
+    path = include() / "megadsl" / name
+    for before in reversed(path.read_text().splitlines()[: int(line)] if path.exists() else []):
+        if (found := re.match(r"\s*MK_DEV [^(=]*?\b(\w+)\(", before)) is not None:
+            return found[1]
+    return ""
 
 
 def wrapper_at(header: str, line: int, access: str) -> str | None:
@@ -127,13 +142,21 @@ class _Reader:
         said = (known.file, known.line)
         return said if known.opcode.startswith(_OPCODES[access]) and given in (None, said) else None
 
+    def _pair(self, *sides: tuple[str, int, int]) -> str:
+        """Two sides, in a settled order; those of a plain load and store with their callers, where the table knows them."""
+        names = [name for name, _, _ in sides]
+        callers = [function_at(self.table[offset].caller) if offset in self.table else "" for _, offset, _ in sides]
+        if {*names} == PLAIN and all(callers):
+            names = [f"{name} in {caller}" for name, caller in zip(names, callers, strict=True)]
+        return " x ".join(sorted(names))
+
     def close(self) -> None:
         """The race at hand has no more sides."""
         if len(self.sides) == 1:
             self.unread.append(f"a race with one side: {self.sides[0][0]} at 0x{self.sides[0][1]:x}")
         pairs: Counter[str] = Counter()
-        for name, _, hazards in self.sides[1:]:
-            pairs[" x ".join(sorted((self.sides[0][0], name)))] += hazards
+        for side in self.sides[1:]:
+            pairs[self._pair(self.sides[0], side)] += side[2]
         if self.sides:
             self.races.append(Race(dict(pairs), frozenset((name, offset) for name, offset, _ in self.sides)))
         self.sides = []
@@ -220,13 +243,21 @@ def summarise(tool: str, text: str, headers: Mapping[str, str], table: Mapping[i
     }
 
 
+def _uncalled(pair: str) -> str:
+    return re.sub(r" in \w+", "", pair)
+
+
 def reproduced(barriers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The pairs of JUSTIFIED whose kernels ran rightly and were reported for them in this session, with those kernels."""
+    """The pairs of JUSTIFIED whose kernels ran rightly and were reported for them, whoever calls, in this session, with those kernels."""
     return {
         pair: kernel
         for pair, kernel in JUSTIFIED.items()
         if any(
-            row["kernel"] == kernel and row["tool"] == "racecheck" and row["exit"] == 0 and not row["unread"] and pair in row["pairs"]
+            row["kernel"] == kernel
+            and row["tool"] == "racecheck"
+            and row["exit"] == 0
+            and not row["unread"]
+            and _uncalled(pair) in row["pairs"]
             for row in barriers
         )
     }
@@ -254,7 +285,11 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
     lines = [f"barriers: {row['error']}" for row in found["barriers"] if "error" in row]
     barriers = [row for row in found["barriers"] if row.get("tool") == "racecheck"]
     lines += [f"racecheck does not report kernel {RACY!r}" for row in barriers if row["kernel"] == RACY and not row["races"]]
-    lines += [f"{row['tool']} reports kernel {MEETS!r}" for row in found["barriers"] if row.get("kernel") == MEETS and row["findings"] != 0]
+    lines += [
+        f"synccheck reports kernel {MEETS!r}"
+        for row in found["barriers"]
+        if row.get("tool") == "synccheck" and row["kernel"] == MEETS and row["findings"] != 0
+    ]
     lines += [f"barriers, kernel {row['kernel']!r}: {_unread(row)}" for row in barriers if row["unread"]]
     for row in found["models"]:
         tool = row["tool"]

@@ -2,7 +2,7 @@
 
 Sentinel's empty value is all ones. A type may travel so if its all-ones pattern is a NaN that is some other pattern too: the
 writer then sends that one in its place, the pattern with a clear sign bit, and carries every other pattern bit for bit
-(exchange.h: Sentinel::safe, safe_f32). A type whose all-ones pattern is a number, or that has no NaN, would lose a value.
+(wires.h: Sentinel::safe, safe_f32). A type whose all-ones pattern is a number, or that has no NaN, would lose a value.
 Tagged and Flag have no empty value.
 """
 

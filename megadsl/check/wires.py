@@ -2,7 +2,7 @@
 
 * A writer's and a reader's format are the exchange's, and reach as far as the exchange: every block of the GPU.
 * Sentinel: at least 4 slots, so that a whole exchange lies between emptying a slot and filling it (docs/ptx-notes.md says why
-  PTX promises nothing for fewer); types alone whose all-ones the writer can canonicalise (payloads.py, exchange.h), and does where
+  PTX promises nothing for fewer); types alone whose all-ones the writer can canonicalise (payloads.py, wires.h), and does where
   it sends bits that it did not compute.
 * Flag: the block meets between its payload and the one release that stands for it.
 * Rounds: each launch publishes the rounds from f(epoch) to f(epoch + 1) - 1, each once, in order, f linear in the epoch. So

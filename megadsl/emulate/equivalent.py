@@ -135,10 +135,23 @@ def _released_again(place: Place, facts: Facts) -> bool:
     return "fence_acq_rel" in place.text and facts.proved and facts.rows_rest_a_step and facts.passes("acquire_rows")
 
 
+def _flags_order(place: Place, facts: Facts) -> bool:
+    """Whether flags stand for all that blocks hand to each other but the winners: whoever loads a vector has acquired the flag that its
+    writer released behind it, and whoever stores to its place again, those of all who have read it, since. Not for proxies."""
+    wires = {e.wire for e in facts.plan.exchanges if not e.name.endswith(".best")}
+    return facts.proved and wires == {"Flag"} and "fence_proxy" not in place.text
+
+
 _BETWEEN_STEPS = (
     (Point.ACQUIRE, Change.RELAX, "Tape::pass_gate"),
     (Point.RELEASE, Change.RELAX, "acquire_rows"),
     (Point.WARP_BARRIER, Change.DROP, "acquire_rows"),
+)
+
+_BEHIND_FLAGS = (
+    *((Point.STORE, Change.NARROW, name) for name in ("Outgoing::send", "publish_unit", "publish_halves")),
+    *((Point.LOAD, Change.NARROW, name) for name in ("gather_units", "poll_parts")),
+    *((Point.FENCE, Change.DROP, name) for name in ("release_rows", "acquire_rows")),
 )
 
 EQUIVALENT = (
@@ -200,6 +213,16 @@ EQUIVALENT = (
         "run_heads",
         "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
         _proved_without_idle,
+    ),
+    *(
+        Equivalent(
+            *of,
+            "all that blocks hand to each other stands behind flags in this plan, which the checker proves: releases and acquires at the"
+            " scope of the GPU order every access of a vector, which needs no scope of its own, and every cached row, which needs no other"
+            " fence",
+            _flags_order,
+        )
+        for of in _BEHIND_FLAGS
     ),
     *(
         Equivalent(

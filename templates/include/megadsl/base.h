@@ -28,13 +28,6 @@
 #define MK_NOINLINE __device__ __noinline__
 #endif
 
-// What has to be one instruction, whoever comes to it, in builds for compute-sanitizer.
-#if defined(MK_SANITIZE)
-#define MK_ONE_COPY MK_NOINLINE
-#else
-#define MK_ONE_COPY MK_DEV
-#endif
-
 // What nearly always holds: keeps the other branch out of the hot line of code.
 #define MK_LIKELY(x) __builtin_expect(!!(x), 1)
 

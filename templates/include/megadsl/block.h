@@ -26,11 +26,15 @@ struct SmemShape {
   i32 sums;         // products with some chunks of the columns, see ChunkSums
 };
 
-// How the teams of a block meet. compute-sanitizer takes a barrier for several where threads come to it by several instructions
-// (tools/barriers.cu, `teams`): a build with MK_SANITIZE has one.
+// How the teams of a block meet. compute-sanitizer wants all threads to come to a barrier by one instruction, unless it is of the form for
+// threads of a warp that come one by one (tools/barriers.cu, `teams` and `turns`): a build with MK_SANITIZE has that.
 template <u32 kBarrier, u32 kThreads>
-MK_ONE_COPY void meet_teams() {
+MK_DEV void meet_teams() {
+#if defined(MK_SANITIZE)
+  ptx::barrier_sync(kBarrier, kThreads);
+#else
   ptx::bar_sync(kBarrier, kThreads);
+#endif
 }
 
 // kFinishes: a further warp, Finisher, does what comes behind the partial sums.

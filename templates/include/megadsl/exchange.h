@@ -5,17 +5,9 @@
 // vectors (the same for every block, so that an idle block takes part too: that is what makes slot reuse provable): first
 // one vector per unit, in [group][token] order. Slots rotate with the value's own sequence number.
 //
-// A wire format says how vectors travel:
-//   Tagged    the tag (low 16 bits of the sequence number) takes the place of a unit's last element; the last elements of
-//             seven units follow in an extra vector. A vector is its own flag, nothing is ever reset.
-//   Sentinel  whole units; all ones means "not yet". Writers never produce it and empty the slot two rounds ahead themselves.
-//   Flag      whole units, plain; one release store per block, acquired by each reader before it loads.
-//   Dense     units in the order of their features, without room between blocks: a unit's number is its address. For Sentinel,
-//             where every block owns something.
-// The first two need no fence: a fence waits for every bulk load the SM has in flight.
+// How vectors travel, their wire, is a type (wires.h).
 #pragma once
-#include "megadsl/layout.h"
-#include "megadsl/wait.h"
+#include "megadsl/wires.h"
 
 namespace mk {
 
@@ -45,87 +37,11 @@ MK_DEV Round exchange_round(const Buffers& buffers, const ExchangeShape& e, u32 
   return {arena + e.offset + size_t(slot) * u32(e.slot_stride), reinterpret_cast<u32*>(arena + e.flags), sequence};
 }
 
-constexpr u32 kFlagStride = 16;         // words between two blocks' flags
-constexpr u32 kEmptyWord = ~0u;         // Sentinel's "not yet"
-                                        // An element of all ones, a NaN in bf16 and fp16, is sent without its sign.
-constexpr u32 kQuietNan = 0x400000u;    // fp32: the bit that makes a NaN quiet
+constexpr u32 kFlagStride = 16;  // words between two blocks' flags
 
 // Whether a block's flag tells that the round is there. The block may be rounds ahead of a reader that it did not wait for, but
 // never as far as the slot's next round. Not `>=`: before the first round a flag is 0, and sequences wrap.
 MK_DEV bool flag_covers(const ExchangeShape& e, u32 flag, u32 sequence) { return flag - sequence < u32(e.slots); }
-
-constexpr u32 kLastsPerVector = 7;  // last elements of units in one extra vector
-
-struct Tagged {
-  static constexpr bool kDense = false;
-  static constexpr bool kWholeUnits = false;
-  static constexpr bool kResets = false;
-  static constexpr bool kFlagged = false;
-  MK_DEV static u32x4 pack(u32x4 unit, u32 sequence) { return {unit.x, unit.y, unit.z, (unit.w & 0xffffu) | sequence << 16}; }
-  MK_DEV static u32 tag(u32x4 x) { return x.w >> 16; }
-  MK_DEV static bool ready(u32x4 x, u32 sequence) { return tag(x) == (sequence & 0xffffu); }
-
-  // fp32: four values, each gives its four lowest mantissa bits to the tag (relative error below 2^-19; below 2^-145 in all where
-  // numbers are subnormal). A NaN is made quiet, since it may be one by those four bits alone.
-  MK_DEV static u32 without_tag(float v) { return (v != v ? ptx::float_bits(v) | kQuietNan : ptx::float_bits(v)) & ~15u; }
-  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32 sequence) {
-    return {without_tag(v[0]) | (sequence & 15u), without_tag(v[1]) | (sequence >> 4 & 15u), without_tag(v[2]) | (sequence >> 8 & 15u),
-            without_tag(v[3]) | (sequence >> 12 & 15u)};
-  }
-  MK_DEV static u32 tag_f32(u32x4 x) { return (x.x & 15u) | (x.y & 15u) << 4 | (x.z & 15u) << 8 | (x.w & 15u) << 12; }
-  MK_DEV static bool ready_f32(u32x4 x, u32 sequence) { return tag_f32(x) == (sequence & 0xffffu); }
-  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word & ~15u); }
-};
-
-struct Sentinel {
-  static constexpr bool kDense = false;
-  static constexpr bool kWholeUnits = true;
-  static constexpr bool kResets = true;
-  static constexpr bool kFlagged = false;
-  // Both elements at once: where all bits but the sign are ones, adding 1 to them carries into the sign's place, which is cleared.
-  MK_DEV static u32 safe(u32 pair) {
-    if (ptx::sends_empty()) return pair;
-    constexpr u32 kSigns = 0x80008000u;
-    return pair & ~(((pair & ~kSigns) + 0x00010001u) & kSigns);
-  }
-  MK_DEV static u32x4 pack(u32x4 unit, u32) { return {safe(unit.x), safe(unit.y), safe(unit.z), safe(unit.w)}; }
-  // Bits are compared, never floats: a flushed subnormal would look like another value.
-  MK_DEV static bool ready(u32x4 x, u32) { return x.x != kEmptyWord && x.y != kEmptyWord && x.z != kEmptyWord && x.w != kEmptyWord; }
-  MK_DEV static u32 tag(u32x4 x) { return x.w; }
-
-  MK_DEV static u32 safe_f32(float v) { return ptx::float_bits(v) == kEmptyWord ? 0x7fffffffu : ptx::float_bits(v); }
-  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32) { return {safe_f32(v[0]), safe_f32(v[1]), safe_f32(v[2]), safe_f32(v[3])}; }
-  MK_DEV static bool ready_f32(u32x4 x, u32 s) { return ready(x, s); }
-  MK_DEV static u32 tag_f32(u32x4 x) { return x.w; }
-  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
-};
-
-struct Flag {
-  static constexpr bool kDense = false;
-  static constexpr bool kWholeUnits = true;
-  static constexpr bool kResets = false;
-  static constexpr bool kFlagged = true;
-  MK_DEV static u32x4 pack(u32x4 unit, u32) { return unit; }
-  MK_DEV static bool ready(u32x4, u32) { return true; }
-  MK_DEV static u32 tag(u32x4) { return 0; }
-  MK_DEV static u32x4 pack_f32(const float (&v)[4], u32) {
-    return {ptx::float_bits(v[0]), ptx::float_bits(v[1]), ptx::float_bits(v[2]), ptx::float_bits(v[3])};
-  }
-  MK_DEV static bool ready_f32(u32x4, u32) { return true; }
-  MK_DEV static u32 tag_f32(u32x4) { return 0; }
-  MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
-};
-
-template <class Wire>
-struct Dense : Wire {
-  static constexpr bool kDense = true;
-};
-
-// A value whose elements are results of conversions (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, never the empty value.
-template <class Wire>
-struct Converted : Wire {
-  MK_DEV static u32x4 pack(u32x4 unit, u32 sequence) { return Wire::kResets ? unit : Wire::pack(unit, sequence); }
-};
 
 // Feature groups [first, first + count) of a value.
 struct Groups {
@@ -224,7 +140,7 @@ struct GatherItems {
 
   MK_DEV GatherItems(const Context& context, const ExchangeShape& shape, const W& what)
       : cx(context), e(shape), wanted(what), extras_each(u32(shape.vectors - shape.units)), units(W::total(what.ranges) * kTokens),
-        silent(P::kWhole && Wire::kWholeUnits && !Wire::kDense && !ptx::skips_zero_trips() && u32(shape.groups) < context.blocks.value
+        silent(P::kWhole && Wire::kWholeUnits && !Wire::kDense && u32(shape.groups) < context.blocks.value && !ptx::skips_zero_trips()
                    ? context.blocks.value
                    : 0),
         extras(Wire::kWholeUnits ? 0 : W::total(what.owners) * extras_each) {}
@@ -327,7 +243,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
         else if (!Wire::kFlagged) observed = Wire::tag(v[i]);
       }
-      if (ptx::polls_fewer()) pending &= pending - 1;
+      if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
       return pending == 0;
     });
 #pragma unroll

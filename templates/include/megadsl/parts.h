@@ -100,7 +100,7 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
       if (Wire::ready_f32(v[i], round.sequence)) pending &= ~(1u << i);
       else if (!Wire::kFlagged) observed = Wire::tag_f32(v[i]);
     }
-    if (ptx::polls_fewer()) pending &= pending - 1;
+    if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
     return pending == 0;
   });
 #pragma unroll
