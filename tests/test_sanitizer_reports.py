@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ ELECT = f"""{HEAD}\
 RACE = f"""{HEAD}\
 ========= Error: Race reported between Write access at void mk::ptx::st_shared<unsigned int>(mk::ptx::smem_ptr<T1>, T1)+0x160 in {U32}
 =========     and Read access at T1 mk::ptx::ld_shared<unsigned int>(mk::ptx::smem_ptr<T1>)+0x1c0 in {U32} [4 hazards]
+=========\x20
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+# of a kernel with a finisher: plain loads and stores, whose callers tell what they are
+PLAIN = f"""{HEAD}\
+========= Error: Race reported between Read access at T1 mk::ptx::ld_shared<unsigned int>(mk::ptx::smem_ptr<T1>)+0x1000 in {U32}
+=========     and Write access at void mk::ptx::st_shared<unsigned int>(mk::ptx::smem_ptr<T1>, T1)+0x2000 in {U32} [64 hazards]
 =========\x20
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
@@ -142,7 +151,9 @@ def judged(barriers: list[dict[str, Any]], *models: dict[str, Any]) -> dict[str,
     return found
 
 
-REPRODUCERS = [barrier("refill", CLEAN_RACECHECK), barrier("elect", ELECT), barrier("hint", HINTED), barrier("race", RACE)]
+REPRODUCERS = [
+    *(barrier("refill", CLEAN_RACECHECK), barrier("elect", ELECT), barrier("hint", HINTED), barrier("turns", PLAIN), barrier("race", RACE)),
+]
 
 
 def without(kernel: str, *instead: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,6 +199,39 @@ def test_a_table_of_another_kernel_justifies_nothing(change: dict[int, Any], ver
             table[offset] = Instruction(place[0], place[1], int(place[2]), "")
     found = judged(REPRODUCERS, model("racecheck", BARE, table))
     assert found["models"][1]["verdicts"] == verdict and len(found["complaints"]) == 1
+
+
+def within(function: str, text: str) -> str:
+    """file:line of the first line with ``text`` in a function of linear.h."""
+    lines = (sanitize.include() / "megadsl" / "linear.h").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if re.match(rf"\s*MK_DEV [^(=]*\b{function}\(", line))
+    return f"linear.h:{next(i for i, line in enumerate(lines[at:], at + 1) if text in line)}"
+
+
+READS, STORES = within("finish_batch", "ld_shared"), within("store_partials", "st_shared<float>")
+
+
+@pytest.mark.parametrize(
+    ("read_by", "stored_by", "verdict"),
+    [
+        (READS, STORES, {"turns": 1, UNJUSTIFIED: 0}),
+        (READS, READS, {UNJUSTIFIED: 1}),
+        (STORES, STORES, {UNJUSTIFIED: 1}),
+        (READS, "", {UNJUSTIFIED: 1}),
+        (READS, "nowhere.h:3", {UNJUSTIFIED: 1}),
+    ],
+)
+def test_plain_accesses_are_justified_by_who_calls(read_by: str, stored_by: str, verdict: dict[str, int]) -> None:
+    line = int(U32.partition(":")[2])
+    table = {0x1000: Instruction("LDS", "smem.h", line, read_by), 0x2000: Instruction("STS", "smem.h", line, stored_by)}
+    assert judged(REPRODUCERS, model("racecheck", PLAIN, table))["models"][1]["verdicts"] == verdict
+    assert judged(without("turns"), model("racecheck", PLAIN, table))["models"][1]["verdicts"] == {UNJUSTIFIED: 1}
+
+
+def test_the_tools_have_to_understand_how_teams_meet() -> None:
+    error = f"{HEAD}========= Barrier error detected. Divergent thread(s) in block.\n========= ERROR SUMMARY: 1 error\n"
+    found = {"kernel": "turns", "tool": "synccheck", "exit": 1} | summarise("synccheck", error, HEADERS, {})
+    assert judged([*REPRODUCERS, found])["complaints"] == ["synccheck reports kernel 'turns'"]
 
 
 def test_sides_without_lines_and_without_a_table_are_unread() -> None:

@@ -78,7 +78,7 @@ def function_at(place: str) -> str:
     """The function of the headers that calls a wrapper at ``place``, file:line; "" if that is in none."""
     name, _, line = place.partition(":")
     path = include() / "megadsl" / name
-    for before in reversed(path.read_text().splitlines()[: int(line)] if path.exists() else []):
+    for before in reversed(path.read_text().splitlines()[: int(line)] if path.is_file() else []):
         if (found := re.match(r"\s*MK_DEV [^(=]*?\b(\w+)\(", before)) is not None:
             return found[1]
     return ""

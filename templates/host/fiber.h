@@ -126,6 +126,8 @@ class StackPool {
     make_context(c, base_ + fiber * kStackBytes, kStackBytes - fiber % 32 * 128, main);
   }
 
+  bool holds(u64 address) const { return address - reinterpret_cast<u64>(base_) < capacity_ * kStackBytes; }
+
   bool intact(u64 fiber) const {
     const u64* words = canaries(fiber);
     u64 different = 0;

@@ -6,7 +6,8 @@
 //   kProxy    what happens before, with a proxy fence on the way: what an asynchronous copy may rely on;
 //   kSeen     happens-before, and also "a value was observed": a relaxed load that returns a relaxed store. PTX orders nothing by
 //             that; kernels rely on it for writes after reads alone (docs/ptx-notes.md, Reuse of a slot).
-// The lanes of a warp share one clock; a lane that learns something gets its own until the warp next meets in bar.warp.sync.
+// The lanes of a warp share one clock; a lane that learns something gets its own until the warp next meets in bar.warp.sync. Mostly all lanes
+// learn the same, that a phase is complete: those share what comes of it.
 #pragma once
 
 #include "host/detect/containers.h"
@@ -18,6 +19,7 @@ enum View : u32 { kOrdered, kProxy, kSeen, kViews };
 typedef u32 Word8 __attribute__((vector_size(32)));
 
 constexpr u32 kBarriersPerBlock = 96;
+constexpr u32 kMostLearned = 4;  // clocks that lanes of a warp share, one made of the other, before each has its own
 
 struct LaneState {
   u32* clock;           // null: the warp's
@@ -31,12 +33,21 @@ struct LaneState {
   u16 site, layer;  // of the last wait begun
 };
 
+// What lanes of a warp that knew `base` (null: the warp's clock) came to know by learning `what`. Never changed.
+struct Learned {
+  const u32* base;
+  u64 what;
+  u32* clock;
+};
+
 struct WarpState {
   u32 time;    // of all 32 lanes
   u32 synced;  // time of the last bar.warp.sync
   u32 private_lanes;
   u32* clock;
   const u32* copied;
+  Learned learned[kMostLearned];  // since the warp last met
+  u32 learned_count;
 };
 
 struct Clocks {
@@ -76,13 +87,12 @@ MK_FN const u32* view_of(const Lane& l, View v) { return clock_of(l) + v * clock
 // The lane's own clock, to be changed.
 MK_FN u32* private_clock(const Lane& l) {
   LaneState& s = state_of(l);
-  WarpState& w = state_of(*l.warp);
   s.copied = nullptr;
-  if (s.clock != nullptr) return s.clock;
+  if (s.clock != nullptr && s.clock == s.owned) return s.clock;
   if (s.owned == nullptr) s.owned = clocks.take_clock();
+  copy_clock(s.owned, clock_of(l));
   s.clock = s.owned;
-  copy_clock(s.clock, w.clock);
-  w.private_lanes |= l.bit;
+  state_of(*l.warp).private_lanes |= l.bit;
   return s.clock;
 }
 
@@ -120,16 +130,39 @@ MK_FN void contribute(u32* to, const Lane& l) {
 
 MK_FN void learn(const Lane& l, const u32* from) { join(private_clock(l), from, kViews * clocks.words); }
 
+// The lane learns `from`, which is the same whoever learns `what` (not 0).
+MK_FN void learn_shared(const Lane& l, const u32* from, u64 what) {
+  LaneState& s = state_of(l);
+  WarpState& w = state_of(*l.warp);
+  Learned* found = w.learned;
+  Learned* end = w.learned + w.learned_count;
+  while (found != end && (found->base != s.clock || found->what != what)) ++found;
+  if (found == w.learned + kMostLearned || (s.clock != nullptr && s.clock == s.owned)) return learn(l, from);
+  if (found == end) {
+    if (found->clock == nullptr) found->clock = clocks.take_clock();
+    copy_clock(found->clock, clock_of(l));
+    join(found->clock, from, kViews * clocks.words);
+    found->base = s.clock, found->what = what;
+    ++w.learned_count;
+  }
+  s.clock = found->clock;
+  s.copied = nullptr;
+  w.private_lanes |= l.bit;
+}
+
 // Lanes' private knowledge becomes the warp's, and the past of all its lanes is known.
 MK_FN void settle_warp(Warp& warp) {
   WarpState& w = state_of(warp);
+  const u32* joined = nullptr;
   for (u32 rest = w.private_lanes; rest != 0; rest &= rest - 1) {
     LaneState& s = state_of(warp.lanes[__builtin_ctz(rest)]);
-    join(w.clock, s.clock, kViews * clocks.words);
+    if (s.clock != joined) join(w.clock, s.clock, kViews * clocks.words);
+    joined = s.clock;
     s.clock = nullptr;
     s.copied = nullptr;
   }
   w.private_lanes = 0;
+  w.learned_count = 0;
   w.copied = nullptr;
   w.synced = ++w.time;
   const u32 first = id_of(warp.lanes[0]);

@@ -107,7 +107,7 @@ MK_FN void barrier_passed(const char* p, const void* pc) {
   shared_access(p, 8, kStrong, pc);
   BarrierState* b = barrier_at(p);
   if (b == nullptr || b->phase == 0 || view_of(*rt.lane, kOrdered)[clocks.lanes + b->component] >= b->phase) return;
-  learn(*rt.lane, b->done);
+  learn_shared(*rt.lane, b->done, u64{b->component + 1} << 32 | b->phase);
 }
 
 MK_FN void cluster_arrived(const Lane& l) {

@@ -9,6 +9,7 @@ namespace mk::host::detect {
 MK_FN void plain_access(const void* p, u64 bytes, u32 flags, const void* pc) {
   if (rt.lane == nullptr || !active()) return;
   const u64 address = reinterpret_cast<u64>(p);
+  if (rt.stacks.holds(address)) return;  // most are, and no region is there
   Region* r = region_of(address);
   if (r == nullptr) return;
   access(*rt.lane, *r, address, bytes, access_by(*rt.lane, flags | kPlain, static_cast<u32>(bytes < 255 ? bytes : 255), offset_of(pc)));
