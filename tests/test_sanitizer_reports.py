@@ -265,7 +265,7 @@ def test_saved_reports_can_be_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [model("racecheck", MODEL) | {"cases": ["llama-tiny/1/sentinel"]}, model("memcheck", CLEAN)]
     old = judged([*REPRODUCERS, barrier("hint", CLEAN) | {"tool": "synccheck"}], *rows)
     (tmp_path / "summary.json").write_text(json.dumps(old))
-    texts = {"refill": CLEAN_RACECHECK, "elect": ELECT, "hint": HINTED, "race": RACE}
+    texts = {"refill": CLEAN_RACECHECK, "elect": ELECT, "hint": HINTED, "turns": PLAIN, "race": RACE}
     sections = [*((f"{name}, racecheck", text) for name, text in texts.items()), ("hint, synccheck", CLEAN)]
     (tmp_path / "barriers.txt").write_text("".join(f"==== {name}\n{text}\n" for name, text in sections))
     (tmp_path / "models-racecheck-llama-tiny-1-sentinel.txt").write_text(BARE)

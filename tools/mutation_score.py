@@ -2,10 +2,10 @@
 
     python -m tools.mutation_score --out docs/measurements/mutants.json [--seeds 4] [--processes 2] [--part plan] [MODEL[/SYNC] ...]
 
-SYNC puts one kind of exchange on every edge: tagged, sentinel or flag; without it the model's own schedule stands. All are judged
-as plans by the checker, tiny models as kernels in the emulator too, on 5 blocks and, what nobody notices, on 8. OUT has a row a case, of
-two parts, and keeps the parts that were judged earlier; a part is added as soon as it is done. A plan takes a minute or so, a kernel
-about ten on one core.
+SYNC puts one kind of exchange on every edge: tagged, sentinel or flag; or it is paused: a pause before each op's first poll. Without it
+the model's own schedule stands. All are judged as plans by the checker, tiny models as kernels in the emulator too, on 5 blocks and, what
+nobody notices, on 8. OUT has a row a case, of two parts, and keeps the parts that were judged earlier; a part is added as soon as it is
+done. A plan takes a minute or so, a kernel about five on one core.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.ir.schedule import Sentinel
 from megadsl.machine import DEFAULT_ARCH, machine
-from tools.syncs import synced
+from tools.syncs import paused, synced
+
+PAUSED = "paused"
 
 CASES = (
     *("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"),
     *("llama-tiny", "llama-tiny-odd", "llama-tiny-wide", "llama-tiny-interleaved", "llama-tiny-biased", "qwen3-tiny", "gemma-tiny"),
-    *("llama-tiny/sentinel", "llama-tiny/flag", "llama-tiny-odd/sentinel"),
+    *("llama-tiny/sentinel", "llama-tiny/flag", "llama-tiny-odd/sentinel", "llama-tiny-odd/paused"),
 )
 TOKENS = {case.partition("/")[0]: 1 for case in CASES if "-tiny" in case} | {"llama-tiny": 2}  # those that are emulated
 MAX_KV = 64
@@ -37,7 +39,7 @@ SENTINEL_LAYERS = 3  # what a publication empties, for two rounds later, is then
 
 def compiled(model: str, sync: str, blocks: int | None) -> Compiled:
     """The model under one kind of sync ("" for its own schedule), proved."""
-    kernel, config = synced(model, sync) if sync else load(model)
+    kernel, config = paused(model) if sync == PAUSED else synced(model, sync) if sync else load(model)
     small = model in TOKENS
     made = compile_model(kernel, config=config, tokens=TOKENS.get(model, 1), blocks=blocks, max_kv=MAX_KV if small else None)
     if not small or not any(isinstance(edge.sync, Sentinel) for edge in made.schedule.edges):

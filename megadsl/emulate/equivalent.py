@@ -135,6 +135,16 @@ def _released_again(place: Place, facts: Facts) -> bool:
     return "fence_acq_rel" in place.text and facts.proved and facts.rows_rest_a_step and facts.passes("acquire_rows")
 
 
+def _own_rows(place: Place, facts: Facts) -> bool:
+    """Whether the rows that a block's finisher gathers for a residual are those that it, or all of the block behind a barrier, has
+    published itself: a value with the same shares as the op's own."""
+    exchanges = {e.name: e for e in facts.plan.exchanges}
+    found = [i for i in instructions(facts.plan.program("consumer").body) if i.call == "gather_kept" and i.op == place.op]
+    shares = [[(e.groups, e.share_offset) for e in (exchanges[str(i.args[which])] for which in ("value", "own"))] for i in found]
+    same = all(value == own and i.args["begin"] == 0 for i, (value, own) in zip(found, shares, strict=True))
+    return facts.proved and facts.plan.tunables.finishes and bool(found) and same
+
+
 def _flags_order(place: Place, facts: Facts) -> bool:
     """Whether flags stand for all that blocks hand to each other but the winners: whoever loads a vector has acquired the flag that its
     writer released behind it, and whoever stores to its place again, those of all who have read it, since. Not for proxies."""
@@ -148,6 +158,7 @@ _BETWEEN_STEPS = (
     (Point.WARP_BARRIER, Change.DROP, "acquire_rows"),
 )
 
+_RESIDUALS = ((Point.LOAD, Change.NARROW, "gather_kept"), (Point.POLL, Change.DROP, "gather_kept"))
 _BEHIND_FLAGS = (
     *((Point.STORE, Change.NARROW, name) for name in ("Outgoing::send", "publish_unit", "publish_halves")),
     *((Point.LOAD, Change.NARROW, name) for name in ("gather_units", "poll_parts")),
@@ -213,6 +224,14 @@ EQUIVALENT = (
         "run_heads",
         "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
         _proved_without_idle,
+    ),
+    *(
+        Equivalent(
+            *of,
+            "the rows of the residual are those that this block has published itself: it waits for nobody, and only it reads them here",
+            _own_rows,
+        )
+        for of in _RESIDUALS
     ),
     *(
         Equivalent(
