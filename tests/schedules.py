@@ -49,6 +49,17 @@ def gated(s: ScheduleBlock) -> None:
         s[op].prefetch(smem=None)
 
 
+def in_two_splits(*then: Callable[[ScheduleBlock], None]) -> Callable[[ScheduleBlock], None]:
+    """An attention's cached rows in two splits, whatever the number of blocks, and the other decisions."""
+
+    def decide(s: ScheduleBlock) -> None:
+        s["attention"].split(kv=2)
+        for one in then:
+            one(s)
+
+    return decide
+
+
 def everywhere(sync: Sync) -> Callable[[ScheduleBlock], None]:
     """One kind of sync on every edge, an attention's parts included."""
 
