@@ -15,7 +15,7 @@ import pytest
 from megadsl.build import host
 from megadsl.build.cache import cache_root
 
-MOST = 130  # of which every tenth costs CI half a minute: fewer is better, 80 would be good
+MOST = 80  # a build is some ten seconds of a core
 _KEY = "host_builds"
 
 

@@ -49,6 +49,12 @@ def gated(s: ScheduleBlock) -> None:
         s[op].prefetch(smem=None)
 
 
+def alone(s: ScheduleBlock) -> None:
+    """Every op a launch of its own; with as many stages as fit, kernels of several block counts would not be one build."""
+    s.launch("op")
+    s.ring("weights", stages=5)
+
+
 def in_two_splits(*then: Callable[[ScheduleBlock], None]) -> Callable[[ScheduleBlock], None]:
     """An attention's cached rows in two splits, whatever the number of blocks, and the other decisions."""
 

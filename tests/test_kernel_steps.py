@@ -36,7 +36,7 @@ from megadsl.runtime.control import (
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
 from tests.kernels import Bench, Configure, Step, bits, compiled, weights_for
-from tests.schedules import everywhere, gated, in_two_splits, kv_loader_and_held_shares, settled
+from tests.schedules import alone, everywhere, gated, in_two_splits, kv_loader_and_held_shares, settled
 from tests.wires import SYNCS, watched, wires
 
 IDS = (3, 141, 59, 26)
@@ -270,7 +270,7 @@ def test_a_launch_given_up_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_is_refused() -> None:
     program = Bench(made("Tagged", 1, 3)).program
-    apart = Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=lambda s: s.launch("op"))).program
+    apart = Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=alone)).program
     cases = [
         (program, 0, (), "MK466"),
         (program, MOST_STEPS + 1, (), "MK466"),
