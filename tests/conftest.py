@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers share the cores, and models here are tiny: torch's threads, which it makes when it is imported, would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.pluginmanager.register(HostBuilds(None if config.getoption("--all-knobs") else MOST), "host-builds")
 
 

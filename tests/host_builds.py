@@ -3,6 +3,7 @@
 In the summary stands how many distinct ones the session used, whether they came from the cache or not; more than MOST fail it.
 Tests of one kernel under several conditions should share its build: what is data of a launch (blocks, rows, inputs, seeds) makes
 none, but defaults follow from shapes and the number of blocks; tests/schedules.py has ``settled`` for tests that are not about those.
+Kernels of one file are one build (``one_build`` in tests/kernels.py): half of what a build takes is the headers and the emulator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from megadsl.build import host
 from megadsl.build.cache import cache_root
 
-MOST = 130  # of which every tenth costs CI half a minute: fewer is better, 80 would be good
+MOST = 80  # a build is some ten seconds of a core
 _KEY = "host_builds"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from tests.libraries import library
 
 Configure = Callable[[ScheduleBlock], None]
 Weights = dict[str, torch.Tensor]
+Key = TypeVar("Key")
 
 MAX_KV = 128
 FACTOR = 1.1  # our error against fp32, as a multiple of the error of the same rounding points in torch
@@ -75,6 +76,11 @@ def together(*some: Compiled) -> tuple[Compiled, ...]:
         replace(made, source=source, manifest={**made.manifest, "launches": [(sources.index(made.source), 0)], "shape": shape(made)})
         for made in some
     )
+
+
+def one_build(some: Mapping[Key, Compiled]) -> dict[Key, Compiled]:
+    """``together`` of kernels that have names: what a test file keeps, so that each of its tests takes its own."""
+    return dict(zip(some, together(*some.values()), strict=True))
 
 
 def weights_for(made: Compiled, seed: int = 1) -> Weights:

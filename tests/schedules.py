@@ -51,6 +51,23 @@ def gated(s: ScheduleBlock) -> None:
         s[op].prefetch(smem=None)
 
 
+def alone(s: ScheduleBlock) -> None:
+    """Every op a launch of its own; with as many stages as fit, kernels of several block counts would not be one build."""
+    s.launch("op")
+    s.ring("weights", stages=5)
+
+
+def in_two_splits(*then: Callable[[ScheduleBlock], None]) -> Callable[[ScheduleBlock], None]:
+    """An attention's cached rows in two splits, whatever the number of blocks, and the other decisions."""
+
+    def decide(s: ScheduleBlock) -> None:
+        s["attention"].split(kv=2)
+        for one in then:
+            one(s)
+
+    return decide
+
+
 def everywhere(sync: Sync) -> Callable[[ScheduleBlock], None]:
     """One kind of sync on every edge, an attention's parts included."""
 

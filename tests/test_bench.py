@@ -26,6 +26,7 @@ from megadsl.runtime.bench_baselines import Prepared, Task, at_most, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_timing import WALL, Clock, Contestant, Spread
 from tests.kernels import compiled
+from tests.schedules import alone
 
 FACTOR = 1.5
 ROW_KEYS = {
@@ -54,7 +55,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """``megadsl bench llama-tiny`` with the kernels that other tests build too: exit code, stdout, stderr."""
 
     def compile_model(model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", **options: object) -> driver.Compiled:
-        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, configure=lambda s: s.launch(scope))
+        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, configure=alone if scope == "op" else None)
         return replace(made, manifest={**made.manifest, "model": model})
 
     monkeypatch.setattr(driver, "compile_model", compile_model)

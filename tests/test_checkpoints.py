@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
 from tests.checkpoint_tools import FAMILIES, FAR, saved
-from tests.kernels import FACTOR, SLACK, compiled, distance
+from tests.kernels import FACTOR, SLACK, compiled, distance, one_build
 from tests.test_readme import blocks
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -62,8 +62,12 @@ def unscaled(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(plain(op) for op in graph.ops))
 
 
+AS_THE_COMMAND_LINE = ("qwen2", "gemma")
+ALONE = ("qwen2", "llama", "llama-linear", "mistral")  # what other tests build, the command line's below among them
+
+
 def made(family: str, folder: Path) -> Compiled:
-    if family in ("qwen2", "gemma"):  # as the command line below compiles it
+    if family in AS_THE_COMMAND_LINE:
         return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
     kernel, fields, _ = load_checkpoint(folder, MAX_KV)
     return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
@@ -74,12 +78,29 @@ def in_parts(s: ScheduleBlock) -> None:
     s["down_proj"].columns(ways=2)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A family's model in transformers, where it is saved, and its kernel."""
+
+    model: Any
+    folder: Path
+    kernel: Compiled
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folders = {family: tmp_path_factory.mktemp("checkpoints") / family for family in FAMILIES}
+    models = {family: saved(family, folder, max_shard_size="200KB" if family == "qwen2" else "1GB") for family, folder in folders.items()}
+    kernels = {family: made(family, folder) for family, folder in folders.items()}
+    kernels |= one_build({family: kernel for family, kernel in kernels.items() if family not in ALONE})
+    return {family: Checkpoint(models[family], folders[family], kernels[family]) for family in FAMILIES}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = tmp_path / family
-    model = saved(family, folder, max_shard_size="200KB" if family == "qwen2" else "1GB")
+def test_logits_are_those_of_transformers(family: str, checkpoints: dict[str, Checkpoint]) -> None:
+    model, folder, ours = checkpoints[family].model, checkpoints[family].folder, checkpoints[family].kernel
     assert (folder / "model.safetensors.index.json").exists() == (family == "qwen2")
-    ours, theirs = made(family, folder), transformers_logits(model)
+    theirs = transformers_logits(model)
     exact, rounded = (reference_logits(ours.graph, folder, mode) for mode in ("fp32", "bf16"))
     assert distance(exact, theirs) < 2e-3  # transformers takes angles in fp32
     scaled = "rope_parameters" in model.config.to_dict() and model.config.rope_parameters["rope_type"] != "default"
@@ -89,22 +110,21 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "phi3"])
-def test_a_text_longer_than_the_window(family: str, tmp_path: Path) -> None:
+def test_a_text_longer_than_the_window(family: str, checkpoints: dict[str, Checkpoint]) -> None:
     """Logits of every token are those of transformers, which sees the window at once; without the window they are others."""
-    model = saved(family, tmp_path)
-    kernel, fields, longest = load_checkpoint(tmp_path, MAX_KV)
+    model, folder, ours = checkpoints[family].model, checkpoints[family].folder, checkpoints[family].kernel
+    _, fields, longest = load_checkpoint(folder, MAX_KV)
     assert fields["sliding_window"] == model.config.sliding_window and longest == FAR
     ids = [i * 37 % 512 for i in range(45)]
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0]
-    ours = compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV)
-    source = open_weights(tmp_path)
+    source = open_weights(folder)
     weights = {name: source.load(name) for name in source.shapes()}
     exact, rounded = (ReferenceModel(ours.graph, weights, len(ids), mode).step(ids) for mode in ("fp32", "bf16"))
     assert distance(exact, theirs) < 2e-3
-    whole = compile_model(str(tmp_path), blocks=2, max_kv=model.config.sliding_window, check=False).graph  # no row is ever out of sight
+    whole = compile_model(str(folder), blocks=2, max_kv=model.config.sliding_window, check=False).graph  # no row is ever out of sight
     assert distance(ReferenceModel(whole, weights, len(ids), "fp32").step(ids), theirs) > 0.1
-    generator = Generator(ours, tmp_path, "cpu")
+    generator = Generator(ours, folder, "cpu")
     logits = torch.cat([generator.step(ids[i : i + TOKENS]).clone() for i in range(0, len(ids), TOKENS)])
     assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
 

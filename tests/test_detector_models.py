@@ -18,21 +18,15 @@ from megadsl.emulate import LaunchReport, Policy, Run, explore
 from megadsl.resources import include
 from tests.kernels import MAX_KV, Bench, Step, compiled, judge, steps
 from tests.schedules import VALUES
+from tests.wires import watched
 
 SEEDS = range(5)  # each policy once
 SIZES = {1: [(0, 1), (17, 1)], 4: [(0, 4), (30, 3)]}
 
 
-def mixed(s: ScheduleBlock) -> None:
-    """Every kind of synchronisation in one kernel."""
-    syncs = (mk.Sentinel(8), mk.Flag(4), mk.Sentinel(4), mk.Tagged(4), mk.Flag(2), mk.Sentinel(8))
-    for op, sync in zip(VALUES, syncs, strict=True):
-        s[op].sync(sync)
-
-
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_no_schedule_of_a_tiny_model_shows_a_race(tokens: int) -> None:
-    made = compiled("llama-tiny", tokens=tokens, blocks=3, configure=None if tokens == 1 else mixed)
+    made = watched()["Tagged" if tokens == 1 else "mixed", tokens]
     some = steps(made, SIZES[tokens])
     bench = Bench(made, defines={DETECT: "1"})
     first = bench.play(some)

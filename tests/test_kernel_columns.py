@@ -16,7 +16,7 @@ from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.explore import policy_of
 from megadsl.ir.schedule import Sync
-from tests.kernels import Bench, Configure, bits, check, compiled, judge, steps, together
+from tests.kernels import Bench, Configure, bits, check, compiled, judge, one_build, steps
 
 SPECS = Path(__file__).parent / "specs"
 SMALL = {"vocab": 203, "hidden": 72, "inter": 2100, "layers": 2}  # 9 row groups x 3 tiles in the last linear of a layer
@@ -68,17 +68,24 @@ def whole_logits(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.
 
 
 @cache
-def integers() -> dict[tuple[str, int], Compiled]:
-    """By wire and blocks: 1, which multiplies all parts in turn; 5, of which some have two; more than there is work for."""
+def kernels() -> dict[object, Compiled]:
+    """By wire and blocks: 1, which multiplies all parts in turn; 5, of which some have two; more than there is work for. And those of the
+    tests below."""
     keys = [(wire, blocks) for wire in WIRES for blocks in (1, 5, 40)]
-    made = (spec("integers.py:integers", 4, blocks, parts(WIRES[wire], down=3), SMALL) for wire, blocks in keys)
-    return dict(zip(keys, together(*made), strict=True))
+    made: dict[object, Compiled] = {
+        (wire, blocks): spec("integers.py:integers", 4, blocks, parts(WIRES[wire], down=3), SMALL) for wire, blocks in keys
+    }
+    fields = {"vocab": 203, "hidden": 1100, "inter": 2100, "layers": 1}
+    made["folded"] = spec("shapes.py:plain", 16, 5, parts(mk.Sentinel(4), gate_up=2, down=3), fields)
+    fields = {"vocab": 203, "hidden": 72, "inter": 3800, "layers": 2}
+    made["in chunks"] = spec("shapes.py:separate", 3, 4, in_chunks, fields)
+    return one_build(made)
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_integers_stay_exact(wire: str) -> None:
     for blocks in (1, 5, 40):
-        made = integers()[wire, blocks]
+        made = kernels()[wire, blocks]
         assert made.plan.exchange("down.parts").wire == wire.capitalize()
         weights = small_integers(made)
         bench = Bench(made, weights, seed=blocks)
@@ -89,20 +96,17 @@ def test_integers_stay_exact(wire: str) -> None:
 
 def test_folded_rows_of_many_tokens() -> None:
     """16 tokens; both linears of a layer split, two matrices folded in one, and a ragged last tile in each."""
-    fields = {"vocab": 203, "hidden": 1100, "inter": 2100, "layers": 1}
-    made = spec("shapes.py:plain", 16, 5, parts(mk.Sentinel(4), gate_up=2, down=3), fields)
-    check(made, [(0, 16), (0, 1), (0, 15)], seeds=(1,))
+    check(kernels()["folded"], [(0, 16), (0, 1), (0, 15)], seeds=(1,))
+
+
+def in_chunks(s: ScheduleBlock) -> None:
+    parts(down=2)(s)
+    s["down"].split(chunk=1)
 
 
 def test_parts_in_chunks() -> None:
     """Two operands meet in front of a linear; each part of its columns is gathered in two chunks of a tile."""
-
-    def configure(s: ScheduleBlock) -> None:
-        parts(down=2)(s)
-        s["down"].split(chunk=1)
-
-    fields = {"vocab": 203, "hidden": 72, "inter": 3800, "layers": 2}
-    made = spec("shapes.py:separate", 3, 4, configure, fields)
+    made = kernels()["in chunks"]
     assert len(made.graph.op("down").prologue.args) == 2  # type: ignore[union-attr]
     check(made, [(0, 3), (0, 1), (0, 2)], seeds=(1,))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from check_tools import unmet
 from lower_tools import GPU
@@ -13,7 +15,7 @@ from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Instr
 from megadsl.lower.programs import instructions
-from tests.kernels import Configure, check, check_races, compiled, config, steps
+from tests.kernels import Configure, check, check_races, compiled, config, one_build, steps
 
 FULL = {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 176}  # rows of 12 tokens end in a tile
 LONG = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "hidden_size": 96, "intermediate_size": 64, "vocab_size": 64}
@@ -36,12 +38,27 @@ def attention(made: Compiled) -> Instr:
     return next(i for p in made.plan.programs for i in instructions(p.body) if i.call == "attention")
 
 
-@pytest.mark.parametrize(
-    ("fields", "tokens", "blocks", "configure"),
-    [(FULL, 12, 3, tagged), (LONG, 9, 4, sentinels), (LONG, 16, 2, flags), (FULL, 10, 5, sentinels)],
-)
-def test_kernels(fields: dict[str, int], tokens: int, blocks: int, configure: Configure) -> None:
-    made = compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure)
+KERNELS: dict[int, tuple[dict[str, int], int, Configure]] = {  # by tokens
+    12: (FULL, 3, tagged),
+    9: (LONG, 4, sentinels),
+    16: (LONG, 2, flags),
+    10: (FULL, 5, sentinels),
+}
+
+
+@cache
+def kernels() -> dict[int, Compiled]:
+    return one_build(
+        {
+            tokens: compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(**fields), configure=configure)
+            for tokens, (fields, blocks, configure) in KERNELS.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("tokens", KERNELS)
+def test_kernels(tokens: int) -> None:
+    made = kernels()[tokens]
     assert attention(made).args["halves"]
     assert check_plan(made.plan, GPU).findings == ()
     check(made, [(0, tokens), (3, tokens), (90, tokens - 1)], seeds=(3,))

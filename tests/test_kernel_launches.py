@@ -17,13 +17,9 @@ from megadsl.lower.launches import launches
 from megadsl.machine import machine
 from tests.check_tools import plan, without
 from tests.kernels import Bench, compiled, steps
-from tests.schedules import everywhere, kv_loader
+from tests.schedules import alone, everywhere, kv_loader
 
 SIZES = [(0, 2), (70, 1), (33, 2)]
-
-
-def alone(s: ScheduleBlock) -> None:
-    s.launch("op")
 
 
 def test_the_same_bits() -> None:

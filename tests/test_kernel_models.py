@@ -18,7 +18,21 @@ from megadsl.lower.tiling import tiling
 from megadsl.reference import ReferenceModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import FACTOR, SLACK, Bench, Step, attention_of, bits, check, compiled, config, distance, together, weights_for
+from tests.kernels import (
+    FACTOR,
+    SLACK,
+    Bench,
+    Step,
+    attention_of,
+    bits,
+    check,
+    compiled,
+    config,
+    distance,
+    one_build,
+    together,
+    weights_for,
+)
 from tests.schedules import everywhere, settled
 
 # Cached rows around the 16 of a chunk.
@@ -72,19 +86,35 @@ def test_models(model: str, tokens: int) -> None:
     check(models()[model, tokens], sizes(tokens), seeds=(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "fields"),
-    [
-        (2, {"num_attention_heads": 3, "num_key_value_heads": 3}),
-        (3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
-        (7, {"num_attention_heads": 7, "num_key_value_heads": 1, "vocab_size": 1001, "tie_word_embeddings": False, "num_hidden_layers": 1}),
-        (20, {"vocab_size": 1003}),
-    ],
-    ids=["units-beyond-blocks", "gqa-3", "gqa-7-vocab-1001-untied", "idle-blocks-vocab-1003"],  # gqa-5: llama-tiny-odd
-)
-def test_heads_and_vocabularies(blocks: int, fields: dict[str, Any]) -> None:
-    made = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=settled)
-    check(made, sizes(2), seeds=(3,))
+UNTIED = {"num_attention_heads": 7, "num_key_value_heads": 1, "vocab_size": 1001, "tie_word_embeddings": False, "num_hidden_layers": 1}
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {  # blocks, fields; gqa-5: llama-tiny-odd
+    "units-beyond-blocks": (2, {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "gqa-3": (3, {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    "gqa-7-vocab-1001-untied": (7, UNTIED),
+    "idle-blocks-vocab-1003": (20, {"vocab_size": 1003}),  # other tests build it as well
+}
+
+
+@cache
+def shapes() -> dict[str, Compiled]:
+    """By the names above and of the tests below; kernels of two tokens where they do not say how many."""
+    made = {
+        name: compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=settled)
+        for name, (blocks, fields) in SHAPES.items()
+    }
+    idle = {name: made.pop(name) for name in ("idle-blocks-vocab-1003",)}
+    fields, blocks = SHAPES["units-beyond-blocks"][1], SHAPES["units-beyond-blocks"][0]
+    made["long cache"] = compiled("llama-tiny", tokens=2, blocks=blocks, fields=config(**fields), configure=settled, max_kv=1024)
+    made["no whole vectors"] = compiled("llama-tiny", tokens=2, fields=config(hidden_size=100, intermediate_size=87, vocab_size=1001))
+    made |= {f"chunks, {tokens}": normed_columns_in_chunks(tokens) for tokens in (2, 16)}
+    fields = config(num_attention_heads=9, num_key_value_heads=1, intermediate_size=2112, num_hidden_layers=1)
+    made["split columns"] = compiled("llama-tiny", tokens=16, blocks=3, fields=fields, configure=few_stages)
+    return idle | one_build(made)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_heads_and_vocabularies(name: str) -> None:
+    check(shapes()[name], sizes(2), seeds=(3,))
 
 
 ROTATED_IN_PART: list[tuple[str, int, dict[str, Any]]] = [
@@ -134,22 +164,16 @@ def test_heads(heads: tuple[int, int, int, int]) -> None:
 
 
 def test_more_units_than_blocks() -> None:
-    made = compiled("llama-tiny", tokens=2, blocks=2, fields=config(num_attention_heads=3, num_key_value_heads=3), configure=settled)
+    made = shapes()["units-beyond-blocks"]
     assert attention_of(made).kv_heads * made.schedule.op("attention").splits > made.schedule.blocks
 
 
 def test_a_cache_longer_than_the_ring() -> None:
-    fields = config(num_attention_heads=3, num_key_value_heads=3)
-    made = compiled("llama-tiny", tokens=2, blocks=2, fields=fields, configure=settled, max_kv=1024)
     assert 600 // 16 > 6 * 4, "chunks of a unit, of which 4 fill one of the ring's 6 stages"
-    check(made, [(600, 2), (1000, 1), (601, 2)], seeds=(1,))
+    check(shapes()["long cache"], [(600, 2), (1000, 1), (601, 2)], seeds=(1,))
 
 
-@pytest.mark.parametrize("tokens", [2, 16])
-def test_normed_columns_in_chunks(tokens: int) -> None:
-    """A norm's scale meets the products, so that its columns may come one chunk after another; at 16 tokens in several passes. Rows of
-    several pieces in one chunk: tests/test_kernel_schedule.py."""
-
+def normed_columns_in_chunks(tokens: int) -> Compiled:
     def configure(s: ScheduleBlock) -> None:
         few_stages(s)
         everywhere(mk.Sentinel())(s)
@@ -158,7 +182,14 @@ def test_normed_columns_in_chunks(tokens: int) -> None:
         s["down_proj"].columns(ways=1).split(chunk=1)
 
     fields = config(hidden_size=1056, intermediate_size=2080, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
-    made = compiled("llama-tiny", tokens=tokens, blocks=3, fields=fields, configure=configure)
+    return compiled("llama-tiny", tokens=tokens, blocks=3, fields=fields, configure=configure)
+
+
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_normed_columns_in_chunks(tokens: int) -> None:
+    """A norm's scale meets the products, so that its columns may come one chunk after another; at 16 tokens in several passes. Rows of
+    several pieces in one chunk: tests/test_kernel_schedule.py."""
+    made = shapes()[f"chunks, {tokens}"]
     assert all(pieces(made, op) == (2, 1) for op in ("qkv_proj", "gate_up_proj", "lm_head"))
     assert pieces(made, "down_proj") == (3, 1)
     assert (pass_groups(made.graph.op("gate_up_proj"), made.graph, made.schedule) < 88) == (tokens == 16)
@@ -167,8 +198,7 @@ def test_normed_columns_in_chunks(tokens: int) -> None:
 
 def test_split_columns_and_several_passes() -> None:
     """16 tokens: the down projection's input is more than its budget of shared memory, query rows more than 8 warps hold."""
-    fields = config(num_attention_heads=9, num_key_value_heads=1, intermediate_size=2112, num_hidden_layers=1)
-    made = compiled("llama-tiny", tokens=16, blocks=3, fields=fields, configure=few_stages)
+    made = shapes()["split columns"]
     assert pieces(made, "down_proj") == (3, 1) and made.schedule.op("down_proj").ways == 3
     assert attention_of(made).heads // attention_of(made).kv_heads * 16 > 8 * 16
     check(made, [(0, 16), (16, 3), (33, 16), (100, 15)], seeds=(1,))
@@ -176,7 +206,7 @@ def test_split_columns_and_several_passes() -> None:
 
 def test_features_that_are_no_whole_vectors() -> None:
     """Neither a multiple of the 8 rows of a group, nor of the 8 values of a vector."""
-    check(compiled("llama-tiny", tokens=2, fields=config(hidden_size=100, intermediate_size=87, vocab_size=1001)), sizes(2))
+    check(shapes()["no whole vectors"], sizes(2))
 
 
 def test_a_prompt_in_chunks_is_the_prompt_one_by_one() -> None:

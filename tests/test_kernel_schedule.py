@@ -16,8 +16,8 @@ from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.schedule import Sync
 from megadsl.lower.exchanges import merge_lanes
-from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, steps, together
-from tests.schedules import LINEARS, VALUES, everywhere, gated, kv_loader_and_held_shares, scaled_before, settled
+from tests.kernels import Bench, Configure, Result, Step, attention_of, check, compiled, config, judge, one_build, steps, together
+from tests.schedules import LINEARS, VALUES, everywhere, gated, in_two_splits, kv_loader_and_held_shares, scaled_before, settled
 
 TOKENS, BLOCKS = 2, 5
 SIZES = [(0, 2), (1, 1), (16, 2), (33, 1), (100, 2), (17, 2)]
@@ -101,10 +101,14 @@ def default() -> tuple[Sequence[Step], Sequence[Result]]:
     return some, results
 
 
-def play(configure: Configure, blocks: int = BLOCKS, seeds: Sequence[int] = (0, 1)) -> list[Result]:
-    """What a schedule gives for the same steps, under several emulator seeds."""
+def tiny(configure: Configure, blocks: int = BLOCKS) -> Compiled:
+    return compiled("llama-tiny", tokens=TOKENS, blocks=blocks, configure=configure)
+
+
+def play(made: Compiled, seeds: Sequence[int] = (0, 1)) -> list[Result]:
+    """What a kernel gives for the same steps, under several emulator seeds."""
     some, _ = default()
-    bench = Bench(compiled("llama-tiny", tokens=TOKENS, blocks=blocks, configure=configure))
+    bench = Bench(made)
     results = []
     for seed in seeds:
         bench.program.seed = seed
@@ -125,15 +129,38 @@ IDENTICAL: list[tuple[Configure, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("configure", IDENTICAL, ids=lambda some: "+".join(f.__name__ for f in some))
-def test_knobs_that_keep_the_bits(configure: tuple[Configure, ...]) -> None:
-    _, expected = default()
+BUILT_ELSEWHERE = {(one_stage_in_flight, more_slots), (kv_loader_and_held_shares,), (gated,), 17}
 
-    def every(s: ScheduleBlock) -> None:
+
+def every(configure: tuple[Configure, ...]) -> Configure:
+    def decide(s: ScheduleBlock) -> None:
         for one in configure:
             one(s)
 
-    for ours, theirs in zip(play(every), expected, strict=True):
+    return decide
+
+
+def fixed_split(blocks: int) -> Configure:
+    def decide(s: ScheduleBlock) -> None:
+        s.blocks(blocks)
+        in_two_splits(settled)(s)
+
+    return decide
+
+
+@cache
+def identical() -> dict[object, Compiled]:
+    """By decisions or number of blocks; one build, but for what other tests build as well."""
+    made: dict[object, Compiled] = {some: tiny(every(some)) for some in IDENTICAL}
+    made |= {blocks: tiny(fixed_split(blocks)) for blocks in (2, 3, 17)}
+    made[beside_polls] = tiny(beside_polls, blocks=4)
+    return made | one_build({of: one for of, one in made.items() if of not in BUILT_ELSEWHERE})
+
+
+@pytest.mark.parametrize("configure", IDENTICAL, ids=lambda some: "+".join(f.__name__ for f in some))
+def test_knobs_that_keep_the_bits(configure: tuple[Configure, ...]) -> None:
+    _, expected = default()
+    for ours, theirs in zip(play(identical()[configure]), expected, strict=True):
         assert ours.same(theirs)
 
 
@@ -141,13 +168,7 @@ def test_knobs_that_keep_the_bits(configure: tuple[Configure, ...]) -> None:
 def test_blocks_keep_the_bits_of_a_fixed_split(blocks: int) -> None:
     """Seventeen blocks share sixteen row groups of o_proj and down_proj, and the second tile that is held is nobody's."""
     _, expected = default()
-
-    def configure(s: ScheduleBlock) -> None:
-        s.blocks(blocks)
-        s["attention"].split(kv=2)
-        settled(s)
-
-    for ours, theirs in zip(play(configure), expected, strict=True):
+    for ours, theirs in zip(play(identical()[blocks]), expected, strict=True):
         assert ours.same(theirs)
 
 
@@ -193,7 +214,7 @@ def test_groups_of_several_tiles_held_in_part(tokens: int) -> None:
 def test_one_sync_everywhere(slots: int) -> None:
     """Sentinel and Flag carry an attention's parts unchanged, so their bits are the same; Tagged rounds them."""
     some, _ = default()
-    sentinel, flag = play(everywhere(mk.Sentinel(slots))), play(everywhere(mk.Flag(slots // 2)))
+    sentinel, flag = play(tiny(everywhere(mk.Sentinel(slots)))), play(tiny(everywhere(mk.Flag(slots // 2))))
     assert all(a.same(b) for a, b in zip(sentinel, flag, strict=True))
     made = compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS)
     judge(made, Bench(made).weights, some, sentinel)
@@ -209,31 +230,22 @@ def beside_polls(s: ScheduleBlock) -> None:
 
 def test_tiles_are_taken_while_polls_are_under_way() -> None:
     """Four blocks own as many units each, which therefore lie densely."""
-    made = compiled("llama-tiny", tokens=TOKENS, blocks=4, configure=beside_polls)
-    assert made.source.count("mk::Meanwhile") == 4
+    assert tiny(beside_polls, blocks=4).source.count("mk::Meanwhile") == 4
     _, expected = default()
-    assert all(a.same(b) for a, b in zip(play(beside_polls, blocks=4), expected, strict=True))
+    assert all(a.same(b) for a, b in zip(play(identical()[beside_polls]), expected, strict=True))
 
 
-@pytest.mark.parametrize("splits", [1, 5])
-def test_splits(splits: int) -> None:
-    def configure(s: ScheduleBlock) -> None:
-        s["attention"].split(kv=splits)
-        if splits > 1:
-            settled(s)
-
-    check(compiled("llama-tiny", tokens=TOKENS, blocks=BLOCKS, configure=configure), SIZES, seeds=(1,))
+def one_split(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=1)
 
 
-def test_lanes_that_poll_two_splits_at_once() -> None:
-    """More (features, token) items to merge than threads for a lane a split; the second of a lane's splits may not exist."""
+def five_splits(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=5)
+    settled(s)
 
-    def configure(s: ScheduleBlock) -> None:
-        s["attention"].split(kv=3)
 
-    made = compiled("llama-tiny", tokens=16, blocks=3, configure=configure)
-    assert merge_lanes(attention_of(made), 16, made.schedule) == (2, 2)
-    check(made, [(0, 16), (33, 16), (100, 15)], seeds=(1,))
+def three_splits(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=3)
 
 
 def warps_of(count: int) -> Configure:
@@ -243,9 +255,35 @@ def warps_of(count: int) -> Configure:
     return configure
 
 
-@pytest.mark.parametrize(("warps", "tokens", "configure"), [(2, 16, warps_of(2)), (4, 2, scaled_before), (11, 5, warps_of(11))])
-def test_consumer_warps(warps: int, tokens: int, configure: Configure) -> None:
-    made = compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=configure)
+WARPS: dict[int, tuple[int, Configure]] = {2: (16, warps_of(2)), 4: (2, scaled_before), 11: (5, warps_of(11))}  # by consumers' warps
+
+
+@cache
+def rounding() -> dict[object, Compiled]:
+    """Kernels that give other bits, as one build."""
+    made: dict[object, Compiled] = {
+        warps: compiled("llama-tiny", tokens=tokens, blocks=BLOCKS, configure=configure) for warps, (tokens, configure) in WARPS.items()
+    }
+    made[five_splits] = tiny(five_splits)
+    made[three_splits] = compiled("llama-tiny", tokens=16, blocks=3, configure=three_splits)
+    return one_build(made)
+
+
+@pytest.mark.parametrize("splits", [one_split, five_splits])
+def test_splits(splits: Configure) -> None:
+    check(rounding()[splits] if splits is five_splits else tiny(one_split), SIZES, seeds=(1,))
+
+
+def test_lanes_that_poll_two_splits_at_once() -> None:
+    """More (features, token) items to merge than threads for a lane a split; the second of a lane's splits may not exist."""
+    made = rounding()[three_splits]
+    assert merge_lanes(attention_of(made), 16, made.schedule) == (2, 2)
+    check(made, [(0, 16), (33, 16), (100, 15)], seeds=(1,))
+
+
+@pytest.mark.parametrize("warps", WARPS)
+def test_consumer_warps(warps: int) -> None:
+    made, (tokens, _) = rounding()[warps], WARPS[warps]
     assert made.manifest["threads"] == 32 * (warps + 1 + made.plan.tunables.finishes)
     check(made, [(0, tokens), (1, 1), (33, tokens), (100, tokens)], seeds=(1,))
 

@@ -14,7 +14,7 @@ import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from tests.kernels import Bench, Configure, Result, Weights, attention_of, bits, check, compiled, steps, together
+from tests.kernels import Bench, Configure, Result, Weights, attention_of, bits, check, compiled, one_build, steps, together
 
 SPECS = Path(__file__).parent / "specs"
 CONFIG = {"vocab": 203, "hidden": 72, "inter": 104, "layers": 2}
@@ -125,11 +125,16 @@ def integer_results(made: Compiled, device: str, seed: int = 0) -> list[Result]:
     return results
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compiled]:
+    """By tokens."""
+    return one_build({tokens: integers(tokens, tmp_path_factory.mktemp("exact")) for tokens in (1, 4)})
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_exact_sums_are_exact(tokens: int, tmp_path: Path) -> None:
-    made = integers(tokens, tmp_path)
+def test_exact_sums_are_exact(tokens: int, exact: dict[int, Compiled]) -> None:
     for seed in (0, 1):
-        integer_results(made, "cpu", seed)
+        integer_results(exact[tokens], "cpu", seed)
 
 
 @pytest.mark.gpu

@@ -8,16 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
-from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate import Emulator, LaunchReport, Mutant, Policy
 from megadsl.emulate.abi import Point
 from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
 from megadsl.emulate.mutants import mutants, places
-from megadsl.ir.schedule import Sync
 from megadsl.resources import include
 from megadsl.runtime.control import (
     ADVANCE,
@@ -39,9 +36,9 @@ from megadsl.runtime.control import (
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
 from tests.kernels import Bench, Configure, Step, bits, compiled, weights_for
-from tests.schedules import everywhere, gated, kv_loader_and_held_shares, settled
+from tests.schedules import alone, everywhere, gated, in_two_splits, kv_loader_and_held_shares, settled
+from tests.wires import SYNCS, watched, wires
 
-SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 IDS = (3, 141, 59, 26)
 
 
@@ -93,20 +90,14 @@ def together(bench: Bench, steps: int, kv: int, tokens: int = 1, epoch: int = 1,
     return left(bench, words[CHOSEN : CHOSEN + words[STEPS_MADE]])
 
 
-def split(ways: int, *then: Configure) -> Configure:
-    def decide(s: ScheduleBlock) -> None:
-        s["attention"].split(kv=ways)
-        for one in then:
-            one(s)
-
-    return decide
-
-
 @cache
 def made(wire: str, tokens: int, blocks: int) -> Compiled:
-    """Kernels that other tests build as well."""
+    """Of two tokens kernels that other tests build as well."""
+    if tokens != 2:
+        assert blocks == 3
+        return wires()[wire, tokens]
     then = [everywhere(SYNCS[wire]), *([settled] if blocks > 5 else [])]
-    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=split(2, *then))
+    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=in_two_splits(*then))
 
 
 @cache
@@ -141,7 +132,8 @@ def test_no_race_between_steps(wire: str, tokens: int) -> None:
     """Rows that one block has appended are copied by another in the same launch: with several tokens in the step behind, else two later.
     Steps one by one are those of the build without the detector."""
     blocks = 5 if (wire, tokens) == ("Sentinel", 2) else 3
-    bench = Bench(made(wire, tokens, blocks), defines={DETECT: "1"})
+    kernel = made(wire, tokens, blocks) if tokens == 2 else watched()[wire, tokens]
+    bench = Bench(kernel, defines={DETECT: "1"})
     for seed, kv in enumerate((0, 15 if tokens == 2 else 13, 30)):
         bench.program.seed = seed + 1
         found = together(bench, 4, kv, tokens)
@@ -199,7 +191,7 @@ def noticed(bench: Bench, mutant: Mutant | None) -> bool:
 @pytest.mark.parametrize("schedule", [kv_loader_and_held_shares, gated])
 def test_other_loaders(schedule: Configure) -> None:
     """Loaders run ahead into the next step, each as far as its ring and gates let it."""
-    kernel = compiled("llama-tiny", tokens=2, blocks=5, configure=split(2, schedule))
+    kernel = compiled("llama-tiny", tokens=2, blocks=5, configure=in_two_splits(schedule))
     bench = Bench(kernel)
     expected = singles(bench, 4, 14)
     for seed in (1, 2):
@@ -236,7 +228,7 @@ def test_without_the_flag_the_inputs_stay() -> None:
 
 def test_a_launch_ends_with_a_stop_id() -> None:
     """Loaders have begun the next step by then: what they wait for is given up, nothing is left in flight, the next launch is right."""
-    bench, one_by_one = Bench(made("Tagged", 1, 3), defines={DETECT: "1"}), plain("Tagged", 1, 3)
+    bench, one_by_one = Bench(watched()["Tagged", 1], defines={DETECT: "1"}), plain("Tagged", 1, 3)
     every = singles(one_by_one, 6, 20)
     for seed, at in enumerate((2, 0)):
         bench.program.seed = seed
@@ -278,7 +270,7 @@ def test_a_launch_given_up_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_is_refused() -> None:
     program = Bench(made("Tagged", 1, 3)).program
-    apart = Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=lambda s: s.launch("op"))).program
+    apart = Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=alone)).program
     cases = [
         (program, 0, (), "MK466"),
         (program, MOST_STEPS + 1, (), "MK466"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.check.model import Device, attention_unit
 from megadsl.diagnostics import MegadslError
+from megadsl.driver import Compiled
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate import Policy
@@ -21,7 +23,22 @@ from megadsl.reference.meaning import visible_rows, windowed
 from megadsl.reference.plain import ATTENTION_FORMS, PlainModel
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import Bench, Configure, Oracle, Step, bits, check, compiled, config, distance, judge, steps, weights_for
+from tests.kernels import (
+    Bench,
+    Configure,
+    Oracle,
+    Step,
+    bits,
+    check,
+    compiled,
+    config,
+    distance,
+    judge,
+    one_build,
+    steps,
+    together,
+    weights_for,
+)
 from tests.schedules import everywhere, kv_loader
 
 WINDOW = 24  # a chunk and a half
@@ -37,25 +54,52 @@ def direct(s: ScheduleBlock) -> None:
     everywhere(mk.Sentinel())(s)
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens", "blocks", "window", "configure"),
-    [
-        ("llama-tiny", 1, 7, WINDOW, None),
-        ("llama-tiny", 1, 3, 16, direct),
-        ("llama-tiny", 1, 2, 1, kv_loader),
-        ("llama-tiny", 4, 3, WINDOW, None),  # FewRows
-        ("llama-tiny-odd", 16, 3, 17, None),  # Softmax
-        ("llama-tiny-wide", 2, 5, 40, direct),
-    ],
-)
-def test_windows(model: str, tokens: int, blocks: int, window: int, configure: Configure | None) -> None:
-    fields = load(model)[1] | {"sliding_window": window}
-    check(compiled(model, tokens=tokens, blocks=blocks, fields=fields, configure=configure), edges(window, tokens), seeds=(1,))
+WINDOWS: list[tuple[str, int, int, int, Configure | None]] = [
+    ("llama-tiny", 1, 7, WINDOW, None),
+    ("llama-tiny", 1, 3, 16, direct),
+    ("llama-tiny", 1, 2, 1, kv_loader),
+    ("llama-tiny", 4, 3, WINDOW, None),  # FewRows
+    ("llama-tiny-odd", 16, 3, 17, None),  # Softmax
+    ("llama-tiny-wide", 2, 5, 40, direct),
+    ("llama-tiny", 5, 3, WINDOW, None),
+]
+CAPPED: list[tuple[int, Configure | None, dict[str, Any]]] = [
+    (1, None, {}),
+    (1, direct, {}),
+    (4, None, {"sliding_window": WINDOW}),
+    (16, None, {}),
+]
+
+
+@cache
+def kernels() -> tuple[list[Compiled], list[Compiled]]:
+    """Those of WINDOWS, and those of CAPPED."""
+    windows = [
+        compiled(model, tokens=tokens, blocks=blocks, fields=load(model)[1] | {"sliding_window": window}, configure=configure)
+        for model, tokens, blocks, window, configure in WINDOWS
+    ]
+    capped = [
+        compiled("llama-tiny", tokens=tokens, fields=config(attn_softcap=0.5, **fields), configure=configure)
+        for tokens, configure, fields in CAPPED
+    ]
+    made = list(together(*windows, *capped))
+    return made[: len(windows)], made[len(windows) :]
+
+
+def windowed_tiny(tokens: int) -> Compiled:
+    """llama-tiny with a window of WINDOW."""
+    return next(made for made, of in zip(kernels()[0], WINDOWS, strict=True) if (of[0], of[1], of[3]) == ("llama-tiny", tokens, WINDOW))
+
+
+@pytest.mark.parametrize("index", range(len(WINDOWS)), ids=lambda i: "-".join(map(str, WINDOWS[i][:4])))
+def test_windows(index: int) -> None:
+    _, tokens, _, window, _ = WINDOWS[index]
+    check(kernels()[0][index], edges(window, tokens), seeds=(1,))
 
 
 def test_a_window_hides_rows() -> None:
     """The kernel's results are not those of the same model without a window, once there are more rows."""
-    made = compiled("llama-tiny", tokens=4, fields=config(sliding_window=WINDOW))
+    made = windowed_tiny(4)
     bench = Bench(made)
     whole = Oracle(compiled("llama-tiny", tokens=4), bench.weights)
     near, far = steps(made, [(WINDOW - 4, 4), (WINDOW - 3, 4)])
@@ -64,7 +108,7 @@ def test_a_window_hides_rows() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_chunks_before_the_window_are_not_read(tokens: int) -> None:
-    made = compiled("llama-tiny", tokens=tokens, fields=config(sliding_window=WINDOW))
+    made = windowed_tiny(tokens)
     bench, step = Bench(made), Step((3, 77, 500, 41)[:tokens], 100, 5)
     expected = bench.run(step)
     put, first = bench.put_rows, (100 + 1 - WINDOW) // 16 * 16
@@ -83,7 +127,7 @@ def test_chunks_before_the_window_are_not_read(tokens: int) -> None:
 
 
 def test_a_tree_of_tokens_sees_as_far_as_each_path_is_long() -> None:
-    made = compiled("llama-tiny", tokens=5, fields=config(sliding_window=WINDOW))
+    made = windowed_tiny(5)
     some = [
         replace(step, positions=tuple(step.kv + depth for depth in (0, 1, 1, 2, 2)), ancestors=(0b1, 0b11, 0b101, 0b1011, 0b10101))
         for step in steps(made, [(kv, 5) for kv in (WINDOW - 2, WINDOW, WINDOW + 7, WINDOW + 22, 90)])
@@ -94,7 +138,7 @@ def test_a_tree_of_tokens_sees_as_far_as_each_path_is_long() -> None:
 
 def test_a_text_longer_than_its_window() -> None:
     """Step by step, several steps a launch, and the whole prompt at once in torch."""
-    made = compiled("llama-tiny", tokens=4, fields=config(sliding_window=WINDOW))
+    made = windowed_tiny(4)
     weights, prompt = weights_for(made), [i * 37 % 512 for i in range(40)]
     generator = Generator(made, TensorSource(weights), "cpu", progress=False)
     ids = list(generator.generate(prompt, 12).ids)
@@ -106,9 +150,15 @@ def test_a_text_longer_than_its_window() -> None:
     assert [int(i) for i in exact[len(prompt) - 1 :].argmax(-1)] == ids
 
 
+@cache
+def watched() -> dict[int, Compiled]:
+    """Kernels for the race detector, which is a build of its own, by tokens."""
+    return one_build({tokens: compiled("llama-tiny", tokens=tokens, fields=config(sliding_window=WINDOW)) for tokens in (1, 4)})
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_no_schedule_of_a_windowed_kernel_shows_a_race(tokens: int) -> None:
-    made = compiled("llama-tiny", tokens=tokens, fields=config(sliding_window=WINDOW))
+    made = watched()[tokens]
     some = steps(made, [(WINDOW + 9, tokens), (100, 1)])
     bench = Bench(made, defines={DETECT: "1"})
     first = bench.play(some)
@@ -146,12 +196,9 @@ def test_a_window_in_torch() -> None:
             assert distance(logits, exact) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("tokens", "configure", "fields"),
-    [(1, None, {}), (1, direct, {}), (4, None, {"sliding_window": WINDOW}), (16, None, {})],
-)
-def test_soft_caps(tokens: int, configure: Configure | None, fields: dict[str, Any]) -> None:
-    made = compiled("llama-tiny", tokens=tokens, fields=config(attn_softcap=0.5, **fields), configure=configure)
+@pytest.mark.parametrize("index", range(len(CAPPED)), ids=lambda i: f"{CAPPED[i][0]} tokens, {i}")
+def test_soft_caps(index: int) -> None:
+    made, (tokens, _, fields) = kernels()[1][index], CAPPED[index]
     bench = Bench(made)
     some = steps(made, [(0, tokens), (17, 1), (33, tokens), (100, tokens)])
     results = bench.play(some)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import pytest
 from check_tools import without
@@ -12,13 +11,13 @@ from schedules import LINEARS, VALUES
 import megadsl as mk
 from megadsl.check import check_plan
 from megadsl.diagnostics import MegadslError
-from megadsl.driver import compile_model
+from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.programs import instructions
 from megadsl.machine import machine
-from tests.kernels import check, compiled
+from tests.kernels import Configure, check, compiled, together
 
 GPU = machine("sm_90a")
 
@@ -51,17 +50,28 @@ def test_many_columns_or_tags_do_not(name: str) -> None:
     assert "registers" not in {how.gather for how in compile_model(name).plan.schedule.ops}
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "blocks", "configure", "max_kv", "sizes"),
-    [
-        ("llama-tiny", 1, 2, sentinels, 512, [(0, 1), (128, 1), (300, 1)]),  # more chunks than warps
-        ("llama-tiny", 1, 8, sentinels, 512, [(16, 1), (511, 1)]),
-        ("llama-tiny-odd", 2, 5, and_no_tiles, 128, [(0, 2), (37, 1)]),
-        ("qwen3-tiny", 1, 3, sentinels, 512, [(0, 1), (37, 1), (300, 1)]),  # heads of 128 that are mapped before they are multiplied
-    ],
-)
-def test_kernels(name: str, tokens: int, blocks: int, configure: Callable[[Any], None], max_kv: int, sizes: list[tuple[int, int]]) -> None:
-    made = compiled(name, tokens=tokens, blocks=blocks, configure=configure, max_kv=max_kv)
+KERNELS: list[tuple[str, int, int, Configure, int, list[tuple[int, int]]]] = [
+    ("llama-tiny", 1, 2, sentinels, 512, [(0, 1), (128, 1), (300, 1)]),  # more chunks than warps
+    ("llama-tiny", 1, 8, sentinels, 512, [(16, 1), (511, 1)]),
+    ("llama-tiny-odd", 2, 5, and_no_tiles, 128, [(0, 2), (37, 1)]),
+    ("qwen3-tiny", 1, 3, sentinels, 512, [(0, 1), (37, 1), (300, 1)]),  # heads of 128 that are mapped before they are multiplied
+]
+MAPPED = [(64, 4, 2), (128, 8, 2)]  # head dimension, query heads, KV heads
+
+
+@cache
+def kernels() -> tuple[list[Compiled], list[Compiled]]:
+    """Those of KERNELS, and those of MAPPED."""
+    some = [compiled(name, tokens=t, blocks=b, configure=configure, max_kv=max_kv) for name, t, b, configure, max_kv, _ in KERNELS]
+    shapes = [{"head_dim": dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads} for dim, heads, kv_heads in MAPPED]
+    mapped = [compiled("qwen3-tiny", blocks=3, fields=load("qwen3-tiny")[1] | shape, configure=sentinels) for shape in shapes]
+    made = list(together(*some, *mapped))
+    return made[: len(some)], made[len(some) :]
+
+
+@pytest.mark.parametrize("index", range(len(KERNELS)), ids=lambda i: "-".join(map(str, KERNELS[i][:3])))
+def test_kernels(index: int) -> None:
+    made, sizes = kernels()[0][index], KERNELS[index][-1]
     assert {made.plan.schedule.op(op).gather for op in LINEARS} == {"registers"}
     assert check_plan(made.plan, GPU).findings == ()
     check(made, sizes, seeds=(3,))
@@ -73,11 +83,10 @@ def test_the_checker_finds_what_is_left_out(call: str, op: str) -> None:
     assert check_plan(without(call, op)(plan), GPU).findings
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 2), (128, 8, 2)])
-def test_mapped_heads(head_dim: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("index", range(len(MAPPED)), ids=lambda i: "-".join(map(str, MAPPED[i])))
+def test_mapped_heads(index: int) -> None:
     """Two and four query rows to a KV head, of narrow heads and of wide ones, whose rows do not all find lanes at once."""
-    shape = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    made = compiled("qwen3-tiny", blocks=3, fields=load("qwen3-tiny")[1] | shape, configure=sentinels)
+    made = kernels()[1][index]
     assert made.plan.schedule.op("attention").gather == "registers"
     assert not [i for p in made.plan.programs for i in instructions(p.body) if "mapped" in i.syncs]
     check(made, [(0, 1), (100, 1)], seeds=(3,))
@@ -111,7 +120,7 @@ def no_linear(s: ScheduleBlock) -> None:
         (no_linear, 1, "it gathers nothing", "linears and attention"),
     ],
 )
-def test_what_cannot_be(decide: Callable[[ScheduleBlock], None], tokens: int, why: str, mend: str) -> None:
+def test_what_cannot_be(decide: Configure, tokens: int, why: str, mend: str) -> None:
     with pytest.raises(MegadslError) as raised:
         compiled("llama-tiny", tokens=tokens, blocks=3, configure=decide)
     found = raised.value.diagnostics[0]

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-import megadsl as mk
 from megadsl.driver import Compiled
 from megadsl.emulate import Emulator, LaunchReport, Policy
-from megadsl.ir.schedule import Sync
 from megadsl.runtime.control import ADVANCE, KV_LEN, NEXT_IDS, TIMEOUT_US, TOKEN_IDS, MegakernelHang, Wait
 from tests.kernels import Bench, Step, compiled, steps
-from tests.schedules import everywhere
+from tests.schedules import everywhere, in_two_splits
+from tests.wires import SYNCS, wires
 
-SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 SIZES = [(17, 2), (33, 1)]
 LAYERS = 2
 PLACES = 6
 
 
 def kernel(wire: str = "Tagged") -> Compiled:
-    return compiled("llama-tiny", tokens=2, blocks=3, configure=everywhere(SYNCS[wire]))
+    if wire != "Tagged":
+        return wires()[wire, 2]
+    return compiled("llama-tiny", tokens=2, blocks=3, configure=in_two_splits(everywhere(SYNCS[wire])))  # which other tests build too
 
 
 @contextmanager

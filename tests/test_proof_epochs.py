@@ -7,14 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-import megadsl as mk
 from megadsl.driver import Compiled
-from megadsl.ir.schedule import Sync
 from megadsl.runtime.control import EPOCH, MegakernelHang
 from tests.kernels import Bench, Step, compiled, steps
-from tests.schedules import everywhere
+from tests.schedules import everywhere, in_two_splits
+from tests.wires import SYNCS, wires
 
-SYNCS: dict[str, Sync] = {"Tagged": mk.Tagged(2), "Sentinel": mk.Sentinel(4), "Flag": mk.Flag(2)}
 SIZES = [(0, 2), (33, 1), (17, 2)]
 
 # llama-tiny has 2 layers: most values take 2 rounds a launch, the loop-carried one 3, the chosen tokens 1.
@@ -29,7 +27,12 @@ WRAPS = {
 
 @cache
 def made(wire: str, tokens: int = 2, blocks: int = 3) -> Compiled:
-    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=everywhere(SYNCS[wire]))
+    """Of tags kernels that other tests build as well."""
+    if wire != "Tagged":
+        assert blocks == 3
+        return wires()[wire, tokens]
+    tags = everywhere(SYNCS[wire])
+    return compiled("llama-tiny", tokens=tokens, blocks=blocks, configure=in_two_splits(tags) if tokens == 2 else tags)
 
 
 def signed(word: int) -> int:

@@ -173,7 +173,6 @@ def test_demo_tokenizer(demo: GgufFile) -> None:
 
 def test_demo_weights_speak(demo: GgufFile) -> None:
     transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(2)
     source = open_weights(demo.path)
     config = transformers.LlamaConfig(**{k: v for k, v in demo.config.items() if k != "model_type"})
     with torch.device("meta"):

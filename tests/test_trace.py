@@ -6,6 +6,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from megadsl.trace.handoffs import handoffs
 from megadsl.trace.records import Event, Timeline, read_timeline
 from megadsl.trace.table import summarise
 from megadsl.trace.write import write_timeline
-from tests.kernels import Bench, compiled, steps
-from tests.schedules import everywhere, gated
+from tests.kernels import Bench, compiled, one_build, steps
+from tests.schedules import everywhere, gated, in_two_splits
 from tests.test_kernel_columns import SMALL, parts, spec
 
 BYTES_PER_US = 2e3  # of an emulated machine whose copies take as long as its products
@@ -50,10 +51,26 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def two_loaders() -> Compiled:
+    """A kernel with two loaders, one of them behind gates. The build without a timeline is other tests' too."""
+    return compiled("llama-tiny", tokens=2, blocks=3, configure=in_two_splits(gated))
+
+
+@cache
+def kernels() -> dict[str, Compiled]:
+    """One build."""
+    return one_build(
+        {
+            "two loaders": two_loaders(),
+            "split columns": spec("integers.py:integers", 4, 5, parts(mk.Flag(2), down=3), SMALL),
+            "6 tokens": compiled("llama-tiny", tokens=6, blocks=8, configure=everywhere(mk.Sentinel())),
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    """A kernel with two loaders, one of them behind gates."""
-    return Bench(compiled("llama-tiny", tokens=2, blocks=3, configure=gated), defines={TRACE: "1"})
+    return Bench(kernels()["two loaders"], defines={TRACE: "1"})
 
 
 def traced(bench: Bench, seed: int = 0) -> tuple[Timeline, list[Activity]]:
@@ -183,7 +200,7 @@ def test_executions_fill_each_block(bench: Bench) -> None:
 def test_no_bit_changes(bench: Bench) -> None:
     some = steps(bench.made, [(0, 2), (70, 1), (33, 2)])
     bench.program.seed = 0
-    plain = Bench(bench.made).play(some)
+    plain = Bench(two_loaders()).play(some)
     assert all(a.same(b) for a, b in zip(bench.play(some), plain, strict=True))
 
 
@@ -199,7 +216,7 @@ def test_bench_says_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_split_columns_and_no_attention(tmp_path: Path) -> None:
     """Parts of columns are a phase of their own; some blocks multiply two of them, and nobody gathers all that they need at once."""
-    made = spec("integers.py:integers", 4, 5, parts(mk.Flag(2), down=3), SMALL)
+    made = kernels()["split columns"]
     bench = Bench(made, defines={TRACE: "1"})
     bench.play(steps(made, [(0, 4)]))
     raw = bench.program.buffers["trace"].numpy()
@@ -294,7 +311,7 @@ def test_whom_the_first_warp_polls() -> None:
     more tokens the warp that has the first panels is another in each block."""
     waits = {w["phase"]: w for w in compile_model("smollm2-135m").manifest["trace"]["waits"]}
     assert waits["o_proj"]["whole"] and waits["o_proj"]["polled"] == [[*range(4), *range(32, 36), *range(64, 68)]]
-    bench = Bench(compiled("llama-tiny", tokens=6, blocks=8, configure=everywhere(mk.Sentinel())), defines={TRACE: "1"})
+    bench = Bench(kernels()["6 tokens"], defines={TRACE: "1"})
     waits = {w["phase"]: w for w in bench.made.manifest["trace"]["waits"]}
     assert waits["o_proj"]["polled"] == [[i] for i in range(8)], "one panel of 32 columns per block"
     assert waits["qkv_proj"]["polled"] == [[0, 1], [2, 3], [4, 5], [6, 7], [], [], [], []], "four panels, of two blocks each"

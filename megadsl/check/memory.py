@@ -117,7 +117,8 @@ def _play(device: Device, block: int, findings: Findings) -> int:
             continue
         count += 1
         _inside(event, areas, findings)
-        touching = [found for found in last.values() if _touch(found.access, event)]
+        begin, end = event.begin, event.begin + event.size
+        touching = [found for found in last.values() if found.access.begin < end and begin < found.access.begin + found.access.size]
         for found in touching:
             if not found.apart(event, meetings) and _conflict(found.access, event):
                 _race(found.access, event, block, findings)
@@ -125,10 +126,6 @@ def _play(device: Device, block: int, findings: Findings) -> int:
             _contents(event, touching, block, findings)
         last[event.area, event.begin, event.write] = _Last(event, meetings, count)
     return count
-
-
-def _touch(a: Access, b: Access) -> bool:
-    return a.begin < b.begin + b.size and b.begin < a.begin + a.size
 
 
 def _conflict(first: Access, then: Access) -> bool:

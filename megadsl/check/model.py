@@ -111,13 +111,18 @@ class Device:
         self.exchanges = {e.name: e for e in plan.exchanges}
         self._shares: dict[tuple[int, int], list[int]] = {}
         self._parts: dict[str, list[list[tuple[int, int, int]]]] = {}
+        self._products: dict[str, Instr | None] = {}
+        self.tiles: dict[tuple[int, str, bool], list[tuple[int, int]]] = {}  # of blocks, see megadsl/check/ring.py
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
         return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12], w[14])
 
     def _product(self, op: str) -> Instr | None:
-        return next((s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op), None)
+        if op not in self._products:
+            products = (s.instr for s in self.steps(self.consumer, 1) if s.instr.call == "matrix" and s.instr.op == op)
+            self._products[op] = next(products, None)
+        return self._products[op]
 
     def held(self, op: str) -> int:
         """Tiles that the products of a linear take from registers, at most."""

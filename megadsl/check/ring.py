@@ -106,7 +106,13 @@ class Block:
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
-        consumers by compiled-in sizes."""
+        consumers by compiled-in sizes. The same for every step and number of cached rows, so that a device works it out once."""
+        known = self.device.tiles
+        if (self.block, op, loader) not in known:
+            known[self.block, op, loader] = self._tiles(op, loader=loader)
+        return known[self.block, op, loader]
+
+    def _tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         m, plan = self.device.matrix(op), self.device.plan
         linear = self.device.op(op)
         pieces, ways = (m.pieces, m.ways) if loader else (tiling(linear).pieces, plan.schedule.op(op).ways)

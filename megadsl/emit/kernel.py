@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.bccache import Bucket, BytecodeCache
 
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
@@ -35,9 +37,32 @@ class Operand:
     is_vector: bool
 
 
+class _Translated(BytecodeCache):
+    """Templates as Python code, by their contents, for all kernels of a process: to translate them takes as long as to check a plan."""
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[str, str], CodeType] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        bucket.code = self._codes.get((bucket.key, bucket.checksum))
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        assert bucket.code is not None
+        self._codes[bucket.key, bucket.checksum] = bucket.code
+
+
+_TRANSLATED = _Translated()
+
+
 def emit(plan: Plan) -> str:
     """The text of kernel.cu: compiles with nvcc for the GPU and with a C++17 compiler for the emulator."""
-    environment = Environment(loader=FileSystemLoader(templates()), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment = Environment(
+        loader=FileSystemLoader(templates()),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+        bytecode_cache=_TRANSLATED,
+    )
     environment.globals.update(_helpers(plan))
     text = environment.get_template("kernel.cu.j2").render()
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
