@@ -46,9 +46,11 @@ struct Shape {
   mk::AttentionShape attention;
   mk::MergeShape attention_merge;
   mk::LinearShape o_proj;
+  mk::i32 o_proj_pause;  // ns before its input is polled
   mk::LinearShape gate_up_proj;
   mk::VectorShape gate_up_proj_post_attention_layernorm;
   mk::LinearShape down_proj;
+  mk::i32 down_proj_pause;  // ns before its input is polled
   mk::LinearShape lm_head;
   mk::i32 lm_head_candidates;
   mk::VectorShape lm_head_norm;
@@ -164,7 +166,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::begin_op(cx, block);
         mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, 3>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
-            s.attention_parts_exchange, epoch * layers + layer);
+            s.attention_parts_exchange, epoch * layers + layer, 0);
       }
 
       // attention: add the splits  [llama.py:34]
@@ -180,6 +182,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
         mk::multiply_direct<kBatch, OProjTiles, 0>(
             block, read_loader, 14, s.o_proj, s.smem, [&](auto& x) {
+              mk::ptx::nanosleep(u32(s.o_proj_pause));
               mk::poll_value<mk::Dense<mk::Sentinel>>(block, 17, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
             },
             [&] {  },
@@ -216,6 +219,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
         mk::multiply_direct<kBatch, DownProjTiles, 0>(
             block, read_loader, 23, s.down_proj, s.smem, [&](auto& x) {
+              mk::ptx::nanosleep(u32(s.down_proj_pause));
               mk::poll_value<mk::Dense<mk::Sentinel>>(block, 24, s.gate_up_proj_exchange, epoch * layers + layer, 0, u32(s.down_proj.columns), x);  // x
             },
             [&] {  },
@@ -315,10 +319,11 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // o_proj: 576 x 576  [llama.py:36]
       {
         mk::begin_op(cx, block);
+        block.meet();
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
         const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-        mk::finish_matrix<kBatch, OProjTiles>(block, s.o_proj, s.smem,
+        mk::finish_matrix<kBatch, OProjTiles, true>(block, s.o_proj, s.smem,
             [&](u32) { return 1.0f;
             },
             [&](u32 group, u32 pair, u32 token, float even, float odd) {
@@ -355,10 +360,11 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // down_proj: 576 x 1536  [llama.py:46]
       {
         mk::begin_op(cx, block);
+        block.meet();
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
         const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
-        mk::finish_matrix<kBatch, DownProjTiles>(block, s.down_proj, s.smem,
+        mk::finish_matrix<kBatch, DownProjTiles, true>(block, s.down_proj, s.smem,
             [&](u32) { return 1.0f;
             },
             [&](u32 group, u32 pair, u32 token, float even, float odd) {
