@@ -49,7 +49,7 @@ def prefetched(s: ScheduleBlock) -> None:
 
 def chunked(s: ScheduleBlock) -> None:
     for op in ("o_proj", "down_proj"):
-        s[op].split(chunk=1)
+        s[op].split(chunk=1).poll(pause=50)
 
 
 PIECES = {"intermediate_size": 3000}  # of llama-tiny: a down projection of three tiles a row group

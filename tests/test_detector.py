@@ -18,7 +18,8 @@ from tests.emulator.harness import launch, room
 SEEDS = range(10)
 SOURCE = (Path(__file__).parent / "emulator" / "detector.cu").read_text().splitlines()
 
-SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ = range(10)
+SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ, PHASES = SCENARIOS = range(11)
+ONE_LANE, STALE_PHASE = 1, 2
 EARLY_FREE, NO_LANDING_WAIT, NO_EXPECT, NO_INIT_FENCE = range(1, 5)
 
 
@@ -40,7 +41,7 @@ def run(scenario: int, bug: int = 0, seed: int = 0, policy: int = 0) -> tuple[La
     return report, int(kv.view(np.uint32)[0])
 
 
-@pytest.mark.parametrize("scenario", range(10))
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_right_protocols_are_clean(scenario: int) -> None:
     for seed in SEEDS:
         report, word = run(scenario, seed=seed, policy=policy_of(seed))
@@ -76,6 +77,14 @@ def race(scenario: int, bug: int = 1) -> Race:
         (PLAIN, 1, "data race", "kv", {("plain write", "volatile u32*"), ("plain write", "volatile u32*")}),
         (MIXED, 1, "mixed sizes", "exchange", {("strong write", "st_relaxed<u64>"), ("strong read", "ld_relaxed<u32>")}),
         (AFTER_READ, 1, "data race", "kv", {("write", "st_global<u32>(word, 1u)"), ("read", "ld_global<u32>(word)")}),
+        (PHASES, ONE_LANE, "data race", "shared", {("write", "st_shared(row + lane, round)"), ("read", "ld_shared(row + lane % kBars)")}),
+        (
+            PHASES,
+            STALE_PHASE,
+            "data race",
+            "shared",
+            {("write", "st_shared(row + lane, round)"), ("read", "ld_shared(row + lane % kBars)")},
+        ),
     ],
 )
 def test_planted_races_are_described(scenario: int, bug: int, kind: str, space: str, sides: set[tuple[str, str]]) -> None:
@@ -126,6 +135,13 @@ def test_a_race_is_a_diagnostic(scenario: int, bug: int, code: str) -> None:
     assert diagnostic.code == code and found.where in diagnostic.message and "kernel.cu:" in diagnostic.detail
     spec = replace(found, now=replace(found.now, span="llama.py:20")).diagnostic().span
     assert (spec.file, spec.line) == ("llama.py", 20)
+
+
+def test_a_lane_knows_what_it_has_learned_and_not_what_its_warp_has() -> None:
+    """Lanes share what they learn together."""
+    found = race(PHASES, ONE_LANE)
+    read = next(side for side in (found.now, found.before) if side.how == "read")
+    assert (read.warp, read.lane) == (1, 9)
 
 
 def test_an_unordered_pair_fails_under_some_seed() -> None:

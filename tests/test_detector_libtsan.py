@@ -25,10 +25,14 @@ from tests.test_detector import (
     NO_EXPECT,
     NO_INIT_FENCE,
     NO_LANDING_WAIT,
+    ONE_LANE,
     PAIR,
+    PHASES,
     PLAIN,
     RELEASE,
     RING,
+    SCENARIOS,
+    STALE_PHASE,
     SWAP_LANES,
     SWAP_WARPS,
     run,
@@ -38,9 +42,10 @@ EMULATOR = Path(__file__).parent / "emulator"
 SEEDS = 3  # and as many policies
 REPORT = "WARNING: ThreadSanitizer: data race"
 
-RIGHT = [(scenario, 0) for scenario in range(10)]
+RIGHT = [(scenario, 0) for scenario in SCENARIOS]
 BUGS = [(scenario, 1) for scenario in (SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ)]
 RING_BUGS = [(RING, bug) for bug in (EARLY_FREE, NO_LANDING_WAIT, NO_EXPECT, NO_INIT_FENCE)]
+PHASE_BUGS = [(PHASES, bug) for bug in (ONE_LANE, STALE_PHASE)]
 
 # (scenario, bug): what ours says, what libtsan says, and why (docs/race-detector.md).
 DIFFER = {
@@ -93,7 +98,7 @@ def ours_says(scenario: int, bug: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("scenario", "bug"), [*RIGHT, *BUGS, *RING_BUGS])
+@pytest.mark.parametrize(("scenario", "bug"), [*RIGHT, *BUGS, *RING_BUGS, *PHASE_BUGS])
 def test_both_detectors_say_the_same(program: list[str], scenario: int, bug: int) -> None:
     said = ours_says(scenario, bug), libtsan_says(program, scenario, bug)
     if (scenario, bug) in DIFFER:

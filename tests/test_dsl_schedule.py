@@ -247,14 +247,10 @@ UNKNOWN: list[tuple[Callable[[ScheduleBlock], Any], str, str, str]] = [
     (lambda s: s.ring("weight", stages=2), "MK155", "'weight'", "did you mean 'weights'?"),
     (lambda s: s.warps(1), "MK157", "warps(1) does not match the roles: loader 1, consumer 8", "leave the consumer's warps out"),
     (lambda s: (s.ring("weights", stages=2), s.ring("loader", stages=3)), "MK260", "'loader' and 'weights' are one ring", "keep one"),
-    (lambda s: s["o_proj"].split(kv=4), "MK158", "'o_proj' is no attention", "attention ops"),
-    (lambda s: s["attention"].residual("block"), "MK158", "'attention' is no linear, it has no rows that it adds to", "linear ops"),
-    (
-        lambda s: s["embed"].poll(pause=5),
-        "MK158",
-        "'embed' is no linear or attention, it has no input to poll",
-        "poll(...) is for linear or",
-    ),
+    (lambda s: s["o_proj"].split(kv=4), "MK158", "'o_proj' has no KV range to split", "attention ops"),
+    (lambda s: s["attention"].residual("block"), "MK158", "'attention' has no rows of another op to add", "linears that add to"),
+    (lambda s: s["qkv_proj"].residual("exchange"), "MK158", "'qkv_proj' has no rows of another op to add", "linears that add to"),
+    (lambda s: s["embed"].poll(pause=5), "MK158", "'embed' has no input to poll", "poll(...) is for linears and attention"),
 ]
 
 

@@ -194,6 +194,7 @@ LOADER, CONSUMER = Role("loader", "loader", 1), Role("consumer", "consumer", 8)
         ("MK166", lambda s: replace(s, max_kv=0), "max_kv is 0", "choose a value from 1 to"),
         ("MK166", lambda s: with_op(s, "attention", splits=5), "kv split of 'attention' is 5", "choose a value from 1 to 4"),
         ("MK166", lambda s: with_op(s, "o_proj", share_offset=4), "share_offset of 'o_proj' is 4", "choose a value from 0 to 3"),
+        ("MK166", lambda s: with_op(s, "o_proj", pause=1_000_001), "pause of 'o_proj', in nanoseconds, is 1000001", "from 0 to 1000000"),
         ("MK168", lambda s: with_op(s, "o_proj", prefetch=Prefetch(hint="later")), "hint 'later' for 'o_proj'", "use evict_first"),
         ("MK160", lambda s: with_op(s, "down_proj", chunk=3), "chunk of 'down_proj' is 3 tiles, a row group of it has 1", "a divisor of 1"),
         ("MK242", lambda s: with_op(s, "down_proj", ways=2), "'down_proj' cannot be split in 2 parts: they are one tile", "here 1"),

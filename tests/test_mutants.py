@@ -10,17 +10,19 @@ import pytest
 from check_tools import by_block, plan
 from typer.testing import CliRunner
 
+import megadsl as mk
 from megadsl.check import check_plan
 from megadsl.check.edits import edited
 from megadsl.check.mutants import EQUIVALENT as PLAN_EQUIVALENT
 from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants, score_plan
 from megadsl.cli import app
 from megadsl.driver import Compiled, compile_model
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.dsl.schedule_file import parse
 from megadsl.emit import emit
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages
-from megadsl.emulate.equivalent import EQUIVALENT, Facts, argument_for
+from megadsl.emulate.equivalent import BEHIND_FLAGS, EQUIVALENT, OWN_ROWS, ROWS_BEHIND_FLAGS, Facts, argument_for
 from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import CHANGES, Mutant, Place, mutants
 from megadsl.machine import DEFAULT_ARCH, machine
@@ -29,7 +31,7 @@ from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import DEADLOCK, DETECTOR, RECORDED_SEEDS, RESULT, Judge, MutableSubject, small_rings
 from tests.kernels import MAX_KV
 from tests.kernels import compiled as compiled_kernel
-from tests.schedules import kv_loader
+from tests.schedules import everywhere, kv_loader
 from tools.syncs import synced
 
 SM90 = machine("sm_90a")
@@ -154,18 +156,24 @@ def test_what_orders_rows_between_steps_is_worked_out_from_the_plan() -> None:
     assert not copies_wait_for_stages(apart, of_the_head=True)  # a ring of its own has nothing else in it
 
 
-DIRECT = {"multiply_direct", "run_heads"}  # kernels whose inputs arrive in registers, below
+# Places that the kernel of these tests does not have; its hand-offs have no flags.
+ELSEWHERE = {"multiply_direct", "run_heads", "gather_kept", "publish_halves"}
+OF_OTHERS = {OWN_ROWS, BEHIND_FLAGS, ROWS_BEHIND_FLAGS}
 
 
 def test_arguments_about_kernels_name_places_that_exist(found: tuple[Place, ...]) -> None:
+    headers = "".join(path.read_text() for path in (include() / "megadsl").glob("*.h"))
     for e in EQUIVALENT:
-        assert e.function in DIRECT or any(place.kind is e.kind and place.within(e.function) for place in found), e
+        if e.function in ELSEWHERE:
+            assert f" {e.function}(" in headers, e
+        else:
+            assert any(place.kind is e.kind and place.within(e.function) for place in found), e
 
 
 def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(facts: Facts) -> None:
     every = mutants(facts.places, 10**6)
 
-    function = {e.argument: e.function for e in EQUIVALENT if e.function not in DIRECT}
+    function = {e.argument: e.function for e in EQUIVALENT if e.function not in ELSEWHERE and e.argument not in OF_OTHERS}
 
     def argued(some: Facts) -> set[str]:
         return {function[argument] for m in every if (argument := argument_for(m, some))}
@@ -195,6 +203,53 @@ def test_arguments_about_inputs_in_registers_hold_only_where_their_facts_do() ->
     assert [bool(argument_for(Mutant(p, Change.DROP), replace(alone, plan=merged))) for p in both] == [True, False]
     inner = replace(place, frames=(frames[0], Frame("multiply_from_ring", "direct.h", 1), frames[1]))
     assert not argument_for(Mutant(inner, Change.DROP), facts)
+
+
+def mutant(kind: Point, change: Change, function: str, op: str = "o_proj", text: str = "") -> Mutant:
+    return Mutant(Place(kind, "consumer", op, "", (Frame(f"mk::{function}", "any.h", 1),), text, ()), change)
+
+
+BEHIND = [mutant(Point.STORE, Change.NARROW, name) for name in ("Outgoing::send", "publish_unit", "publish_halves")]
+BEHIND += [mutant(Point.LOAD, Change.NARROW, name) for name in ("gather_units", "poll_parts")]
+FENCES = [mutant(Point.FENCE, Change.DROP, name, text="ptx::fence_acq_rel_gpu();") for name in ("release_rows", "acquire_rows")]
+
+
+def test_arguments_about_flags_hold_only_where_everything_has_them() -> None:
+    def but_one(s: ScheduleBlock) -> None:
+        everywhere(mk.Flag())(s)
+        s["o_proj"].sync(mk.Tagged())
+
+    both = (everywhere(mk.Flag()), but_one)
+    flags, others = (compiled_kernel("llama-tiny", tokens=2, blocks=5, configure=decide).plan for decide in both)
+    proxies = mutant(Point.FENCE, Change.DROP, "release_rows", text="ptx::fence_proxy_async();")
+    facts = Facts(flags, (proxies.place,), include())
+    assert [argument_for(m, facts) for m in BEHIND] == [BEHIND_FLAGS] * len(BEHIND)
+    assert [argument_for(m, facts) for m in FENCES] == [ROWS_BEHIND_FLAGS] * 2
+    assert not argument_for(proxies, facts)
+    assert not any(argument_for(m, replace(facts, plan=others)) for m in [*BEHIND, *FENCES])
+    assert not any(argument_for(m, replace(facts, places=())) for m in FENCES), "nobody fences for the proxies"
+    refused = replace(facts, plan=edited(flags, lambda i: None if i.call == "gather" else i))
+    assert not any(argument_for(m, refused) for m in [*BEHIND, *FENCES])
+
+
+def test_arguments_about_residual_rows_hold_only_where_they_are_the_blocks_own() -> None:
+    def exchanged(s: ScheduleBlock) -> None:
+        s["o_proj"].residual("exchange")
+
+    def moved(s: ScheduleBlock) -> None:
+        exchanged(s)
+        s["o_proj"].split(share_offset=2)
+        s["down_proj"].split(share_offset=1)
+
+    made, others = (compiled_kernel("llama-tiny-odd", blocks=4, configure=decide).plan for decide in (exchanged, moved))
+    of = [mutant(Point.LOAD, Change.NARROW, "gather_kept"), mutant(Point.POLL, Change.DROP, "gather_kept")]
+    facts = Facts(made, (), include())
+    assert [argument_for(m, facts) for m in of] == [OWN_ROWS] * 2
+    sliced = edited(made, lambda i: replace(i, args={**i.args, "begin": 8}) if i.call == "gather_kept" else i)
+    by_block = replace(made, tunables=replace(made.tunables, finishes=False))
+    for other in (others, sliced, by_block):
+        assert not any(argument_for(m, replace(facts, plan=other)) for m in of)
+    assert not any(argument_for(replace(m, place=replace(m.place, op="qkv_proj")), facts) for m in of), "it gathers none"
 
 
 def test_a_word_that_only_hints_is_read_for_the_window_alone() -> None:

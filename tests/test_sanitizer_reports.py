@@ -232,6 +232,10 @@ def test_the_tools_have_to_understand_how_teams_meet() -> None:
     error = f"{HEAD}========= Barrier error detected. Divergent thread(s) in block.\n========= ERROR SUMMARY: 1 error\n"
     found = {"kernel": "turns", "tool": "synccheck", "exit": 1} | summarise("synccheck", error, HEADERS, {})
     assert judged([*REPRODUCERS, found])["complaints"] == ["synccheck reports kernel 'turns'"]
+    looked = model("synccheck", CLEAN)
+    assert judged(REPRODUCERS, looked)["complaints"] == ["synccheck did not look at kernel 'turns'"]
+    understood = barrier("turns", CLEAN) | {"tool": "synccheck"}
+    assert judged([*REPRODUCERS, understood], looked)["complaints"] == []
 
 
 def test_sides_without_lines_and_without_a_table_are_unread() -> None:
@@ -286,7 +290,7 @@ def test_a_line_in_no_wrapper_stays_a_line() -> None:
 
 
 def test_reproduced_pairs_are_justified() -> None:
-    found = judged(REPRODUCERS, model("racecheck", MODEL), model("synccheck", CLEAN))
+    found = judged(REPRODUCERS, model("racecheck", MODEL), model("initcheck", CLEAN))
     assert found["models"][1]["verdicts"] == {"elect": 1, "hint": 1, UNJUSTIFIED: 0}
     assert (found["justified"], found["unjustified"], found["complaints"]) == (2, 0, [])
 

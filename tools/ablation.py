@@ -22,9 +22,8 @@ from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.overrides import Overrides
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.ir.graph import Linear
+from megadsl.ir.graph import Linear, kept_values
 from megadsl.lower.exchanges import kept_locally
-from megadsl.lower.operands import kept_values
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.resources import include
 from tools.variants import apply_everywhere, medians

@@ -290,6 +290,9 @@ def complaints(found: Mapping[str, Any]) -> list[str]:
         for row in found["barriers"]
         if row.get("tool") == "synccheck" and row["kernel"] == MEETS and row["findings"] != 0
     ]
+    understood = any(row.get("tool") == "synccheck" and row["kernel"] == MEETS for row in found["barriers"])
+    if any(row["tool"] == "synccheck" for row in found["models"]) and not understood:
+        lines.append(f"synccheck did not look at kernel {MEETS!r}")
     lines += [f"barriers, kernel {row['kernel']!r}: {_unread(row)}" for row in barriers if row["unread"]]
     for row in found["models"]:
         tool = row["tool"]

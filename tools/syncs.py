@@ -8,9 +8,8 @@ import megadsl as mk
 from megadsl.driver import compile_model
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention, Embed, Linear
+from megadsl.ir.graph import Attention, Embed, Linear, kept_values
 from megadsl.ir.schedule import Sync
-from megadsl.lower.operands import kept_values
 from megadsl.machine import DEFAULT_ARCH
 
 PAUSE = 100  # ns

@@ -23,8 +23,7 @@ import torch
 import megadsl as mk
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention, Graph, Linear
-from megadsl.lower.operands import kept_values
+from megadsl.ir.graph import Attention, Graph, Linear, kept_values
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.runtime.pack import pack_weights

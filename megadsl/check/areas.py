@@ -1,8 +1,8 @@
 """What each call does to a block's shared memory: which bytes, in which order, between which of the block's barriers.
 
 One stream of :class:`Access` and :class:`Meet` for one block and layer after layer: the contract of the functions in
-templates/include/megadsl/ (linear.h, prologue.h, attention.h, merge.h, sample.h, embed.h, exchange.h, block.h). A test counts
-their barriers against Instr.syncs.
+templates/include/megadsl/ (linear.h, direct.h, wide.h, prologue.h, attention.h, heads.h, merge.h, finish.h, sample.h, embed.h, exchange.h,
+block.h). A test counts their barriers against Instr.syncs.
 """
 
 from __future__ import annotations

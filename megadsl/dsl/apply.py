@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TypeAlias
@@ -25,7 +25,7 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.graph import Attention, Graph, Linear
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
@@ -45,13 +45,19 @@ RING_TWICE = declare(
     "schedule: {ring!r} and {other!r} are one ring, and its {field} is both {value} and {mine}",
     "keep one of the two",
 )
-NOT_FOR = declare("MK158", "schedule: {op!r} is no {kind}, it has no {what}", "{call} is for {kind} ops")
+NOT_FOR = declare("MK158", "schedule: {op!r} has no {what}", "{call} is for {which}")
 
-# What would change nothing of an op of another kind: its kinds, their name, what the others lack, the call.
-_FOR: dict[str, tuple[tuple[type[Attention | Linear], ...], str, str, str]] = {
-    "splits": ((Attention,), "attention", "KV range to split", "split(kv=...)"),
-    "residual": ((Linear,), "linear", "rows that it adds to", "residual(...)"),
-    "pause": ((Linear, Attention), "linear or attention", "input to poll", "poll(...)"),
+
+# What would change nothing of some ops: of which it would, what the others lack, the call, and the first in words.
+_FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
+    "splits": (lambda op: isinstance(op, Attention), "KV range to split", "split(kv=...)", "attention ops"),
+    "residual": (
+        lambda op: isinstance(op, Linear) and bool(kept_values(op)),
+        "rows of another op to add",
+        "residual(...)",
+        "linears that add to their rows",
+    ),
+    "pause": (lambda op: not isinstance(op, Embed), "input to poll", "poll(...)", "linears and attention"),
 }
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
@@ -219,9 +225,9 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
             return replace(old, scale=record.scale)
         case SetSplit():
             changes = dict(record.changes)
-            for field, (kinds, kind, what, call) in _FOR.items():
-                if field in changes and not isinstance(graph.op(old.op), kinds):
-                    found.add(NOT_FOR, record.span, op=old.op, kind=kind, what=what, call=call)
+            for field, (has, what, call, which) in _FOR.items():
+                if field in changes and not has(graph.op(old.op)):
+                    found.add(NOT_FOR, record.span, op=old.op, what=what, call=call, which=which)
                     return old
             return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
 

@@ -277,8 +277,8 @@ class OpHandle:
         return self
 
     def poll(self, *, pause: int) -> OpHandle:
-        """How a block waits for the op's input: its first poll comes ``pause`` nanoseconds after its warps have met, or have published
-        where they need not meet. Bit-identical.
+        """How a block waits for the op's input: its first poll comes about ``pause`` nanoseconds (at most twice that; up to 1,000,000)
+        after its warps have met, or have published where they need not meet. Bit-identical.
 
         What is polled in vain stands in the way of what other blocks still have to store. 0: at once. A warp that finishes,
         s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind what it publishes.

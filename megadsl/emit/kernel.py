@@ -11,7 +11,7 @@ from jinja2.bccache import Bucket, BytecodeCache
 
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, Plan
 from megadsl.lower.exchanges import is_local
 from megadsl.lower.finish import side
@@ -19,7 +19,7 @@ from megadsl.lower.gathers import tiles_together
 from megadsl.lower.heads import few_rows
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
-from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import LOG2_E, begin_name, ident

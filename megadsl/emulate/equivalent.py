@@ -142,14 +142,21 @@ def _own_rows(place: Place, facts: Facts) -> bool:
     found = [i for i in instructions(facts.plan.program("consumer").body) if i.call == "gather_kept" and i.op == place.op]
     shares = [[(e.groups, e.share_offset) for e in (exchanges[str(i.args[which])] for which in ("value", "own"))] for i in found]
     same = all(value == own and i.args["begin"] == 0 for i, (value, own) in zip(found, shares, strict=True))
-    return facts.proved and facts.plan.tunables.finishes and bool(found) and same
+    return bool(found) and same and facts.plan.tunables.finishes and facts.proved
 
 
-def _flags_order(place: Place, facts: Facts) -> bool:
+def _flags_order(_: Place, facts: Facts) -> bool:
     """Whether flags stand for all that blocks hand to each other but the winners: whoever loads a vector has acquired the flag that its
-    writer released behind it, and whoever stores to its place again, those of all who have read it, since. Not for proxies."""
+    writer released behind it, and whoever stores to its place again, those of all who have read it, since."""
     wires = {e.wire for e in facts.plan.exchanges if not e.name.endswith(".best")}
-    return facts.proved and wires == {"Flag"} and "fence_proxy" not in place.text
+    return facts.proved and wires == {"Flag"}
+
+
+def _flags_order_rows(place: Place, facts: Facts) -> bool:
+    """Of the fences there, those that are not the proxies'. Those are needed: one has to be on the way from a row to its copy, and the
+    copying block's own, behind the last flags that it acquired in the step before, is."""
+    fenced = any("fence_proxy_async" in p.text and p.within("release_rows") for p in facts.places)
+    return _flags_order(place, facts) and fenced and "fence_proxy" not in place.text
 
 
 _BETWEEN_STEPS = (
@@ -158,11 +165,14 @@ _BETWEEN_STEPS = (
     (Point.WARP_BARRIER, Change.DROP, "acquire_rows"),
 )
 
-_RESIDUALS = ((Point.LOAD, Change.NARROW, "gather_kept"), (Point.POLL, Change.DROP, "gather_kept"))
-_BEHIND_FLAGS = (
-    *((Point.STORE, Change.NARROW, name) for name in ("Outgoing::send", "publish_unit", "publish_halves")),
-    *((Point.LOAD, Change.NARROW, name) for name in ("gather_units", "poll_parts")),
-    *((Point.FENCE, Change.DROP, name) for name in ("release_rows", "acquire_rows")),
+OWN_ROWS = "the rows of the residual are those that this block has published itself: it waits for nobody, and only it reads them here"
+BEHIND_FLAGS = (
+    "all that blocks hand to each other stands behind flags in this plan, which the checker proves: releases and acquires at the scope of"
+    " the GPU order every access of a vector, which needs no scope of its own"
+)
+ROWS_BEHIND_FLAGS = (
+    "all that blocks hand to each other stands behind flags in this plan, which the checker proves: they order each cached row before the"
+    " copying block's own proxy fence, at the end of the same step, and that comes before its copies"
 )
 
 EQUIVALENT = (
@@ -225,24 +235,14 @@ EQUIVALENT = (
         "the checker proves this plan without the barrier of blocks that have no unit: publishing the queries ends with one",
         _proved_without_idle,
     ),
+    Equivalent(Point.LOAD, Change.NARROW, "gather_kept", OWN_ROWS, _own_rows),
+    Equivalent(Point.POLL, Change.DROP, "gather_kept", OWN_ROWS, _own_rows),
     *(
-        Equivalent(
-            *of,
-            "the rows of the residual are those that this block has published itself: it waits for nobody, and only it reads them here",
-            _own_rows,
-        )
-        for of in _RESIDUALS
+        Equivalent(Point.STORE, Change.NARROW, of, BEHIND_FLAGS, _flags_order)
+        for of in ("Outgoing::send", "publish_unit", "publish_halves")
     ),
-    *(
-        Equivalent(
-            *of,
-            "all that blocks hand to each other stands behind flags in this plan, which the checker proves: releases and acquires at the"
-            " scope of the GPU order every access of a vector, which needs no scope of its own, and every cached row, which needs no other"
-            " fence",
-            _flags_order,
-        )
-        for of in _BEHIND_FLAGS
-    ),
+    *(Equivalent(Point.LOAD, Change.NARROW, of, BEHIND_FLAGS, _flags_order) for of in ("gather_units", "poll_parts")),
+    *(Equivalent(Point.FENCE, Change.DROP, of, ROWS_BEHIND_FLAGS, _flags_order_rows) for of in ("release_rows", "acquire_rows")),
     *(
         Equivalent(
             *of,

@@ -243,3 +243,10 @@ class Graph:
 
     def value(self, name: str) -> Value:
         return next(v for v in self.values if v.name == name)
+
+
+def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
+    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
+    fused: Fused | None = op.epilogue
+    parts = {p.name for p in op.parts}
+    return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]

@@ -87,8 +87,8 @@ class OpSchedule:
     ``scale``: a factor of the input that is the same along a row meets the operand ("before") or the products ("after";
     rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
-    computed it, where that is the same one, or comes by "exchange". ``pause``: nanoseconds between the meeting of the block and the
-    first poll of the op's input."""
+    computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
+    pass between the meeting of the block and the first poll of the op's input."""
 
     op: str
     loader: str

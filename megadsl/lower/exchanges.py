@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
-from megadsl.lower.operands import kept_values
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up

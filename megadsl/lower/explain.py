@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.exchanges import is_local, sharing
 from megadsl.lower.memory import block_parts, chunk_pieces, own_groups, own_part_groups, pass_groups
-from megadsl.lower.operands import kept_values, prologue_values
+from megadsl.lower.operands import prologue_values
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import machine
 from megadsl.ops.attention import kv_row_bytes

@@ -9,7 +9,7 @@ from itertools import pairwise
 from megadsl.diagnostics import collecting, declare, error
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
@@ -17,7 +17,7 @@ from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.heads import parts_bytes
-from megadsl.lower.operands import kept_values, prologue_values, takes_chunks, vectors
+from megadsl.lower.operands import prologue_values, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.steps import PROGRESS_BYTES, feeds_itself, passes_rows_on

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Fused, Linear, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Linear, ValueRef, WeightRef
 from megadsl.ir.schedule import Schedule, Tagged
 
 
 def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
     """Gathered operands of a prologue, in argument order."""
     return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, ValueRef)]
-
-
-def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
-    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
-    fused: Fused | None = op.epilogue
-    parts = {p.name for p in op.parts}
-    return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]
 
 
 def needs_whole_rows(op: Linear) -> bool:

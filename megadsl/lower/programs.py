@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef
+from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
@@ -15,7 +15,7 @@ from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.heads import in_halves, query_tiles
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
-from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.threads import WARP_THREADS

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
-from megadsl.lower.operands import kept_values, takes_chunks
+from megadsl.lower.operands import takes_chunks
 from megadsl.lower.threads import MIN_REGISTERS, WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -27,6 +27,7 @@ WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
 PART_ROWS = 512  # of a KV head's partial results, all splits together: to send and add more costs more than a split saves
+LONGEST_PAUSE = 1_000_000  # ns: nanosleep's
 FEW_TOKENS = 4  # residuals of more are too many vectors to poll
 BATCH = 3  # more would cost a ring stage where shared memory is short
 MOST_BATCH = 8  # row groups of one token that the block's first warp finishes alone
@@ -285,6 +286,9 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         if not 1 <= op.splits <= blocks:
             where = asked.said(default, "splits", op.op)
             found.add(BAD_COUNT, where, what=f"kv split of {op.op!r}", value=op.splits, low=1, high=blocks)
+        if not 0 <= op.pause <= LONGEST_PAUSE:
+            where = asked.said(default, "pause", op.op)
+            found.add(BAD_COUNT, where, what=f"pause of {op.op!r}, in nanoseconds,", value=op.pause, low=0, high=LONGEST_PAUSE)
         if _check_ways(graph, op, asked, found):
             _check_chunk(graph, schedule, op, asked, found)
         linear = graph.op(op.op)

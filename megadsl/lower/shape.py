@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import struct
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
-from megadsl.lower.operands import head_vectors, kept_values, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
 

@@ -13,11 +13,10 @@ from typing import TypeAlias
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, RESIDUALS, SCALES
-from megadsl.ir.graph import Linear
+from megadsl.ir.graph import Linear, kept_values
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
-from megadsl.lower.operands import kept_values
 from megadsl.lower.tiling import Tiling, tiling
 from megadsl.source import UNKNOWN
 from megadsl.tune import effects

@@ -157,6 +157,37 @@ MK_DEV void write_after_read(const mk::Buffers& b, bool bug) {
   }
 }
 
+constexpr int kOneLane = 1, kStalePhase = 2;
+
+// Lanes of warp 1 wait for what lanes of warp 0 have stored, each behind an mbarrier of its own, twice: most in the order of the barriers, some
+// the other way round, one with knowledge of its own. The bugs: one lane does not wait for one barrier; in the second round nobody does.
+MK_DEV void learn_phases(int bug) {
+  constexpr u32 kBars = 6, kRounds = 2;
+  const auto row = ptx::smem_base().at<u32>(0);
+  const auto bars = ptx::smem_base().at<u64>(1024);
+  const u32 lane = ptx::lane_id();
+  if (ptx::thread_id() < kBars) ptx::mbar_init(bars + ptx::thread_id(), 1);
+  ptx::syncthreads();
+  for (u32 round = 0; round < kRounds; ++round) {
+    if (ptx::warp_id() == 0) {
+      if (lane < kBars) {
+        ptx::st_shared(row + lane, round);
+        ptx::mbar_arrive(bars + lane);
+      }
+    } else {
+      if (lane == 7) ptx::fence_proxy_async();
+      for (u32 i = 0; i < kBars; ++i) {
+        const u32 which = lane % 3 == 2 ? kBars - 1 - i : i;
+        const bool skips = which == 3 && ((bug == kOneLane && lane == 9) || (bug == kStalePhase && round == 1));
+        if (!skips && !wait_phase(bars + which, round, 13)) return;
+      }
+      ptx::ld_shared(row + lane % kBars);
+      ptx::syncwarp();
+    }
+    ptx::bar_sync(1, 64);
+  }
+}
+
 extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, const __grid_constant__ Shape s) {
   const bool bug = s.bug != 0;
   switch (s.scenario) {
@@ -170,6 +201,7 @@ extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, con
     case 7: return plain_pointers(b, bug);
     case 8: return mixed_sizes(b, bug);
     case 9: return write_after_read(b, bug);
+    case 10: return learn_phases(s.bug);
   }
 }
 

@@ -77,7 +77,7 @@ struct Block {
     chaos(cx, Place::kBarrier, 0, 0);
     meet_teams<kMeeting, kThreads + kWarpSize>();
   }
-  // And what they wait for then comes no sooner than `pause` ns later.
+  // And for about `pause` ns more.
   MK_DEV void meet_paused(u32 pause) const {
     meet();
     if (pause != 0) ptx::nanosleep(pause);

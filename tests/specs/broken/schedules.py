@@ -117,7 +117,7 @@ def warps(s: ScheduleBlock) -> None:
 
 def split_of_a_linear(s: ScheduleBlock) -> None:
     s["o_proj"].split(kv=4)
-    # MK158 `s["o_proj"].split(` | 'o_proj' is no attention | is for attention ops
+    # MK158 `s["o_proj"].split(` | 'o_proj' has no KV range to split | is for attention ops
     # mend: "o_proj" => "«attention»"
     # mend: kv=4 => kv=2
 
