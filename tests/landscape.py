@@ -24,7 +24,7 @@ STEP_MS = 0.6
 
 @cache
 def scene() -> Scene:
-    found = compile_model("llama-3.2-1b", check=False)
+    found = compile_model("llama-3.2-1b", check=False, schedule="model")
     return Scene(found.graph, found.schedule, machine(DEFAULT_ARCH))
 
 

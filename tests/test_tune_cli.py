@@ -32,7 +32,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
                 closed.append(True)
 
         monkeypatch.setattr(stand, "Stand", lambda *_: Bench(BETTER, failing=failing or {}))
-        monkeypatch.setattr(sys, "argv", ["megadsl", "tune", "llama-3.2-1b", "--device", "cuda", "--processes", "4", *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["megadsl", "tune", "llama-3.2-1b", "--schedule", "model", "--device", "cuda", "--processes", "4", *arguments]
+        )
         with pytest.raises(SystemExit) as exit_:
             cli.main()
         assert closed == [True]
