@@ -64,6 +64,7 @@ def test_arguments_about_plans_name_mutants_that_exist() -> None:
         compile_model("smollm2-135m", check=False).plan,
         compile_model("llama-tiny", blocks=132, max_kv=64, check=False).plan,
         plan("llama-tiny", by_block(), blocks=132, max_kv=64),
+        plan("llama-tiny", kv_loader, blocks=5),  # pauses
     ]
     found = [(m.what, m.where) for made in plans for m in plan_mutants(made)]
     for e in PLAN_EQUIVALENT:

@@ -118,12 +118,14 @@ def _asked_in_each_layer(plan: Plan, _: PlanMutant) -> bool:
 def _kept_apart(_: Plan, mutant: PlanMutant) -> bool:
     """Whether the barriers that are left keep all that a block's warps do around the publication apart."""
     device = Device(mutant.plan)
-    return all(_clear(window) for block in block_kinds(device) for window in _windows(device, block, mutant.where))
+    windows = [window for block in block_kinds(device) for window in _windows(device, block, mutant.where)]
+    return bool(windows) and all(map(_clear, windows))
 
 
 def _windows(device: Device, block: int, where: str) -> Iterator[list[tuple[int, Access]]]:
     """What the block does between the barriers before and behind each run of an instruction, and how many barriers of the warps
-    that multiply came before."""
+    that multiply came before. A meeting touches nothing itself: what its op does is behind it."""
+    calls = "meet_finisher" if where.startswith("meet_finisher of ") else ""
     window: list[tuple[int, Access]] = []
     met = 0
     for event in (*Stream(device, block).events(min(LAYERS, device.plan.graph.layers), device.turns(TURNS)), Meet("")):
@@ -132,7 +134,7 @@ def _windows(device: Device, block: int, where: str) -> Iterator[list[tuple[int,
         elif event.team:
             met += 1
         else:
-            if any(f"{a.step.instr.call} of {a.step.instr.op} (" in where for _, a in window):
+            if any(f"{calls or a.step.instr.call} of {a.step.instr.op} (" in where for _, a in window):
                 yield window
             window = []
 
@@ -197,7 +199,7 @@ EQUIVALENT = (
             " before either touches what the other still uses. It spares polls beside a publication",
             _kept_apart,
         )
-        for name, call in (("input", "matrix"), ("input", "attention"), ("merge", "attention"))
+        for name, call in (("input", "matrix"), ("input", "meet_finisher"), ("input", "attention"), ("merge", "attention"))
     ),
     Equivalent(
         "half the bytes",
