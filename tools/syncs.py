@@ -8,7 +8,7 @@ import megadsl as mk
 from megadsl.driver import compile_model
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
-from megadsl.ir.graph import Attention, Embed, Linear, kept_values
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, kept_values
 from megadsl.ir.schedule import Sync
 from megadsl.machine import DEFAULT_ARCH
 
@@ -16,11 +16,16 @@ PAUSE = 100  # ns
 SYNCS: dict[str, Sync] = {"tagged": mk.Tagged(), "sentinel": mk.Sentinel(), "flag": mk.Flag()}
 
 
-def synced(model: str, sync: str) -> tuple[Kernel, dict[str, Any]]:
-    """A copy of the model's kernel, with ``sync`` (a name in SYNCS) on every edge in place of its own schedule; and its config."""
+def _copy(model: str) -> tuple[Kernel, dict[str, Any], Graph]:
+    """The model's kernel without its own schedule, its config, and its graph."""
     found, config = load(model)
     kernel = mk.kernel(found.function)
-    graph = compile_model(kernel, config=config, check=False).graph
+    return kernel, config, compile_model(kernel, config=config, check=False).graph
+
+
+def synced(model: str, sync: str) -> tuple[Kernel, dict[str, Any]]:
+    """A copy of the model's kernel, with ``sync`` (a name in SYNCS) on every edge in place of its own schedule; and its config."""
+    kernel, config, graph = _copy(model)
     with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
         for name in {value.producer for value in graph.values}:
             s[name].sync(SYNCS[sync])
@@ -33,9 +38,7 @@ def synced(model: str, sync: str) -> tuple[Kernel, dict[str, Any]]:
 def paused(model: str) -> tuple[Kernel, dict[str, Any]]:
     """A copy of the model's kernel that pauses before each op's first poll and gathers residual rows, in place of its own schedule; and
     its config."""
-    found, config = load(model)
-    kernel = mk.kernel(found.function)
-    graph = compile_model(kernel, config=config, check=False).graph
+    kernel, config, graph = _copy(model)
     with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
         for op in graph.ops:
             if not isinstance(op, Embed):

@@ -47,7 +47,6 @@ RING_TWICE = declare(
 )
 NOT_FOR = declare("MK158", "schedule: {op!r} has no {what}", "{call} is for {which}")
 
-
 # What would change nothing of some ops: of which it would, what the others lack, the call, and the first in words.
 _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
     "splits": (lambda op: isinstance(op, Attention), "KV range to split", "split(kv=...)", "attention ops"),
