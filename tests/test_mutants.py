@@ -181,7 +181,7 @@ def test_arguments_about_kernels_are_few_and_hold_only_where_their_facts_do(fact
 
     held = set(function.values())
     assert argued(facts) == held
-    gave_up = replace(facts.places[0], frames=(Frame("mk::detail::give_up", "wait.h", 1),))
+    gave_up = replace(facts.places[0], frames=(Frame("mk::detail::tell_all", "wait.h", 1),))
     assert argued(replace(facts, places=(*facts.places, gave_up))) == held - {"Loader::drain", "may_run", "finish_step"}
     lonely = tuple(place for place in facts.places if place.kind is not Point.PHASE or place.within("Loader::retire"))
     assert argued(replace(facts, places=lonely)) == held - {"Loader::retire"}
@@ -211,7 +211,7 @@ def mutant(kind: Point, change: Change, function: str, op: str = "o_proj", text:
 
 
 BEHIND = [mutant(Point.STORE, Change.NARROW, name) for name in ("Outgoing::send", "publish_unit", "publish_halves")]
-BEHIND += [mutant(Point.LOAD, Change.NARROW, name) for name in ("gather_units", "poll_parts")]
+BEHIND += [mutant(Point.LOAD, Change.NARROW, name) for name in ("gather_units", "add_parts_of")]
 FENCES = [mutant(Point.FENCE, Change.DROP, name, text="ptx::fence_acq_rel_gpu();") for name in ("release_rows", "acquire_rows")]
 
 

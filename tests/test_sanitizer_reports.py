@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tools import sanitize
-from tools.sanitizer_reports import UNJUSTIFIED, UNREAD, Instruction, headers, judge, line_table, record, summarise, wrapper_at
+from tools.line_table import Instruction, line_table, placed
+from tools.sanitizer_reports import UNJUSTIFIED, UNREAD, headers, judge, record, summarise, wrapper_at
 
 HEADERS = headers()
 
@@ -131,7 +132,7 @@ LISTING = f"""\
         /*8fb0*/              @!P0 STS [R25], R24 ;
         /*fa70*/             @!UP2 STS [R43], RZ ;
 """
-TABLE = line_table(LISTING, "megakernel")
+TABLE = placed(line_table(LISTING, "megakernel"))
 
 
 def barrier(kernel: str, text: str, code: int = 0) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def test_a_table_of_another_kernel_justifies_nothing(change: dict[int, Any], ver
     table = {offset: place for offset, place in TABLE.items() if offset not in change}
     for offset, place in change.items():
         if place is not None:
-            table[offset] = Instruction(place[0], place[1], int(place[2]), "")
+            table[offset] = instruction(place[0], f"{place[1]}:{place[2]}")
     found = judged(REPRODUCERS, model("racecheck", BARE, table))
     assert found["models"][1]["verdicts"] == verdict and len(found["complaints"]) == 1
 
@@ -211,6 +212,12 @@ def within(function: str, text: str) -> str:
 READS, STORES = within("finish_batch", "ld_shared"), within("store_partials", "st_shared<float>")
 
 
+def instruction(opcode: str, wrapper: str, caller: str = "") -> Instruction:
+    """One that stands in a wrapper of the PTX headers, file:line, which ``caller`` has called."""
+    frames = [("/ptx/" + wrapper).rsplit(":", 1), *([caller.rsplit(":", 1)] if caller else [])]
+    return Instruction(opcode, tuple((path, int(line)) for path, line in frames))
+
+
 @pytest.mark.parametrize(
     ("read_by", "stored_by", "verdict"),
     [
@@ -222,8 +229,7 @@ READS, STORES = within("finish_batch", "ld_shared"), within("store_partials", "s
     ],
 )
 def test_plain_accesses_are_justified_by_who_calls(read_by: str, stored_by: str, verdict: dict[str, int]) -> None:
-    line = int(U32.partition(":")[2])
-    table = {0x1000: Instruction("LDS", "smem.h", line, read_by), 0x2000: Instruction("STS", "smem.h", line, stored_by)}
+    table = {0x1000: instruction("LDS", U32, read_by), 0x2000: instruction("STS", U32, stored_by)}
     assert judged(REPRODUCERS, model("racecheck", PLAIN, table))["models"][1]["verdicts"] == verdict
     assert judged(without("turns"), model("racecheck", PLAIN, table))["models"][1]["verdicts"] == {UNJUSTIFIED: 1}
 
@@ -338,7 +344,8 @@ def test_other_complaints() -> None:
 
 def test_callers_come_from_the_line_table() -> None:
     assert 0x5280 not in TABLE
-    assert TABLE[0x57E0] == Instruction("UBLKCP.S.G", "copy.h", int(COPY.partition(":")[2]), "ring.h:83")
+    copy = TABLE[0x57E0]
+    assert (copy.opcode, f"{copy.file}:{copy.line}", copy.caller) == ("UBLKCP.S.G", COPY, "ring.h:83")
     assert {offset: place.caller for offset, place in TABLE.items()} == {
         0x52A0: "ring.h:54",
         **dict.fromkeys((0x57D0, 0x57E0), "ring.h:83"),

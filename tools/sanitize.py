@@ -40,7 +40,8 @@ from megadsl.resources import include
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import random_weights
-from tools.sanitizer_reports import Instruction, headers, judge, line_table, record, summarise
+from tools.line_table import Instruction, line_table, placed
+from tools.sanitizer_reports import headers, judge, record, summarise
 from tools.syncs import SYNCS, synced
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -136,7 +137,7 @@ def table_of(cubin: Path) -> dict[int, Instruction]:
     """The line table of a kernel; empty without nvdisasm, or if that refuses the cubin."""
     try:
         command = [str(find_tool("nvdisasm").path), "-gi", str(cubin)]
-        return line_table(subprocess.run(command, capture_output=True, text=True, check=True).stdout, "megakernel")
+        return placed(line_table(subprocess.run(command, capture_output=True, text=True, check=True).stdout, "megakernel"))
     except (mk.MegadslError, subprocess.CalledProcessError) as refusal:
         print(refusal, flush=True)
         return {}

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 from megadsl.resources import include
+from tools.line_table import Instruction
 
 UNJUSTIFIED, UNREAD = "UNJUSTIFIED", "UNREAD"
 
@@ -41,20 +42,8 @@ _FINDING = re.compile(
     r"=+ (?:Error: |Warning: )?((?:Race reported|Potential \w+ hazard|Invalid |Uninitialized |Barrier error|Program hit).*)"
 )
 _SIDE = re.compile(r"(Read|Write) access at .*\+0x([0-9a-f]+)(?: in ([\w.]+):(\d+))?(?: \[(\d+) hazards?\])?$")
-_FRAME = re.compile(r'//## File "([^"]+)", line (\d+)( inlined at)?')
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _OPCODES = {"read": ("LDS",), "write": ("STS", "UBLKCP")}  # how SASS begins that accesses shared memory
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """An instruction by the line table: its opcode, file and line where it stands itself, and file:line of who called that wrapper."""
-
-    opcode: str
-    file: str
-    line: int
-    caller: str
 
 
 @dataclass(frozen=True)
@@ -172,33 +161,6 @@ def races(text: str, headers: Mapping[str, str], table: Mapping[int, Instruction
         reader.line(line.lstrip("=").strip())
     reader.close()
     return reader.races, reader.unread
-
-
-def line_table(listing: str, kernel: str) -> dict[int, Instruction]:
-    """The instructions of a kernel by offset, as far as they have lines; ``listing`` is what ``nvdisasm -gi`` prints of its cubin.
-
-    A chain of frames, the innermost first, stands before the first of its instructions. The caller is the first frame in none of the
-    PTX headers.
-    """
-    found: dict[int, Instruction] = {}
-    chain: list[tuple[str, int]] = []
-    inside, chained = False, False
-    for line in listing.splitlines():
-        if "\t.section\t" in line:
-            inside, chain = f".text.{kernel}," in line, []
-        if not inside:
-            continue
-        if (frame := _FRAME.search(line)) is not None:
-            chain = [*(chain if chained else []), (frame[1], int(frame[2]))]
-            chained = frame[3] is not None
-        elif chain and (instruction := _INSTRUCTION.search(line)) is not None:
-            caller = next((f"{_name(path)}:{number}" for path, number in chain if "/ptx/" not in path), "")
-            found[int(instruction[1], 16)] = Instruction(instruction[2], _name(chain[0][0]), chain[0][1], caller)
-    return found
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def called_from(reported: Sequence[Race], table: Mapping[int, Instruction]) -> dict[str, list[str]]:

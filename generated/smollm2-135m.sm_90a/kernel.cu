@@ -35,7 +35,7 @@ struct Shape {
   mk::ExchangeShape attention_exchange;  // Sentinel, bf16
   mk::ExchangeShape o_proj_exchange;  // Sentinel, bf16
   mk::ExchangeShape gate_up_proj_exchange;  // Sentinel, bf16
-  mk::ExchangeShape attention_parts_exchange;  // Tagged, f32
+  mk::ExchangeShape attention_parts_exchange;  // Sentinel, f32
   mk::ExchangeShape lm_head_best_exchange;  // Tagged, u32
   mk::i32 x_kept;
   mk::i32 o_proj_kept;
@@ -164,7 +164,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, 3>(
+        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Sentinel, AttentionTiling, 3>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
             s.attention_parts_exchange, epoch * layers + layer, 0);
       }
@@ -312,7 +312,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged);
-        mk::run_merge<mk::Tagged, AttentionTiling, 16, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+        mk::run_merge<mk::Sentinel, AttentionTiling, 8, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
         out.publish(block, 16);
       }
 

@@ -83,7 +83,7 @@ def _beyond(frames: Sequence[Frame], function: str) -> tuple[Frame, ...]:
 
 
 def _nobody_gave_up(_: Place, facts: Facts) -> bool:
-    return not facts.passes("give_up") and not facts.passes("tell_all")
+    return not facts.passes("tell_all")
 
 
 def _taken(place: Place, facts: Facts) -> bool:
@@ -241,7 +241,7 @@ EQUIVALENT = (
         Equivalent(Point.STORE, Change.NARROW, of, BEHIND_FLAGS, _flags_order)
         for of in ("Outgoing::send", "publish_unit", "publish_halves")
     ),
-    *(Equivalent(Point.LOAD, Change.NARROW, of, BEHIND_FLAGS, _flags_order) for of in ("gather_units", "poll_parts")),
+    *(Equivalent(Point.LOAD, Change.NARROW, of, BEHIND_FLAGS, _flags_order) for of in ("gather_units", "add_parts_of")),
     *(Equivalent(Point.FENCE, Change.DROP, of, ROWS_BEHIND_FLAGS, _flags_order_rows) for of in ("release_rows", "acquire_rows")),
     *(
         Equivalent(

@@ -98,7 +98,7 @@ MK_DEV void poll_parts_of(const B& block, u32 site, const ExchangeShape& e, u32 
 #pragma unroll
   for (u32 i = 0; i < kParts; ++i) pending |= lane.has(i, columns) ? 1u << i : 0u;
   u32x4 v[kParts] = {};
-  wait<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
+  wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
 #pragma unroll
     for (u32 i = 0; i < kParts; ++i)
       if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.column(i) - lane.first) / kGroupRows * B::kTokens);

@@ -225,7 +225,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
+    wait_warp<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
       if (Wire::kFlagged) {
 #pragma unroll
         for (u32 i = 0; i < kPolls; ++i) {
@@ -295,7 +295,7 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
       for (u32 i = 0; i < P::kUnits; ++i)
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
     }
-    wait<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
+    wait_warp<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
         if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));

@@ -69,6 +69,8 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
     const u32 index = unit * u32(e.vectors) + query * T::kVectors + (upper ? Part::kColumns / 4 : 0) + q / 2;
     const bool exists = query < u32(s.rows), odd = q % 2 != 0;
     chaos(block.cx, Place::kSignal, u32(e.offset), r * B::kWarps + warp);
+    float four[kGroups / 2][4];
+    ptx::converge();
 #pragma unroll
     for (u32 n = 0; n < kGroups; n += 2) {
       float v[2][2];  // columns 2q and 2q + 1 of two groups: of one of them the lane gets its neighbour's too, the other's it gives away
@@ -79,9 +81,12 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
         v[j][1] = own * state.out[n + j][2 * r + 1] + other * ptx::bits_float(x.y);
       }
       const float a = ptx::shfl_xor(odd ? v[0][0] : v[1][0], 1), b = ptx::shfl_xor(odd ? v[0][1] : v[1][1], 1);
-      const float four[4] = {odd ? a : v[0][0], odd ? b : v[0][1], odd ? v[1][0] : a, odd ? v[1][1] : b};
-      if (exists) publish_vector<Wire>(block, e, sequence, index + 2 * (n + odd), four);
+      float(&to)[4] = four[n / 2];
+      to[0] = odd ? a : v[0][0], to[1] = odd ? b : v[0][1], to[2] = odd ? v[1][0] : a, to[3] = odd ? v[1][1] : b;
     }
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n += 2)  // behind all shuffles: lanes go different ways here
+      if (exists) publish_vector<Wire>(block, e, sequence, index + 2 * (n + odd), four[n / 2]);
     const float last[4] = {top, own * state.sum[r] + other * ptx::bits_float(theirs.y), 0.0f, 0.0f};
     if (exists && !upper && q == 0) publish_vector<Wire>(block, e, sequence, index + T::kVectors - 1, last);
   }

@@ -43,7 +43,7 @@ struct LaneQueries {
     for (u32 i = 0; i < kOwn; ++i)
       if (kMaps ? i * kWarpSize + lane < kRows * kUnits : lane / 4 < kRows) pending |= 1u << i;
     if (fresh && lane < 2 * kUnits) pending |= 1u << kOwn;
-    wait<ptx::kPollsAtOnce>(cx, site, first, round.sequence, [&](u32& observed) {
+    wait_warp<ptx::kPollsAtOnce>(cx, site, first, round.sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < kPolls; ++i)
         if (pending >> i & 1) at[i] = ptx::ld_relaxed(round.vectors + (i < kOwn ? first + i * apart : own));

@@ -466,12 +466,12 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
 }
 
 // Row groups of a matrix, `first` and on from the block's first, `begin`. `factor(token)` is asked for once, into `scale`, for no thread has a
-// group in a later batch, but none in the first.
+// group in a later batch, but none in the first; a finisher asks each time, since a branch would put that behind its sums.
 template <u32 kBatch, class G, class B, class Factor, class Epilogue>
 MK_DEV void finish_groups(const B& block, smem_ptr<float> partials, u32 begin, u32 first, u32 count, ChunkSums chunks, Factor factor, float& scale,
                           Epilogue epilogue) {
   const auto scaled = [&] {
-    if (first == 0) scale = factor(own_token(block));
+    if (B::kThreads == kWarpSize || first == 0) scale = factor(own_token(block));
     return scale;
   };
   finish_batch<kBatch, (G::kChunks > 1)>(block, partials, begin + first, begin + first + count, chunks, scaled, epilogue);

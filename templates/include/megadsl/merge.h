@@ -11,73 +11,108 @@ struct MergeShape {
   i32 heads_inverse;  // Divisor::inverse of it
 };
 
-// One lane's splits of an item: eight output features, weighted relative to a running maximum.
-struct MergeState {
-  float top = kNoMaximum;
-  float sum = 0.0f;
-  float out[8] = {};
+// Over the lanes of an item, all of which get the result.
+template <u32 kLanes>
+MK_DEV float lanes_max(float v) {
+#pragma unroll
+  for (u32 mask = kLanes / 2; mask != 0; mask /= 2) v = math::max(v, ptx::shfl_xor(v, mask));
+  return v;
+}
+template <u32 kLanes>
+MK_DEV float lanes_sum(float v) {
+#pragma unroll
+  for (u32 mask = kLanes / 2; mask != 0; mask /= 2) v += ptx::shfl_xor(v, mask);
+  return v;
+}
 
-  MK_DEV void add(float other_top, float other_sum, const float (&other)[8]) {
-    const float highest = math::max(top, other_top);
-    const float mine = ptx::exp2_approx(top - highest), theirs = ptx::exp2_approx(other_top - highest);
-    top = highest;
-    sum = sum * mine + other_sum * theirs;
+// Adds the eight elements of an item over its lanes, and deals them out: halves change hands, so that a lane sends and keeps half of what it has.
+// `v` begins with the lane's elements, kCount of them from `first` on.
+template <u32 kLanes>
+struct DealtSums {
+  static constexpr u32 kCount = kLanes < 8 ? 8 / kLanes : 1;
+  static constexpr u32 kCopies = ceil_div(kLanes, 8);  // neighbouring lanes that have the same elements
+  float v[8];
+  u32 first = 0;
+
+  MK_DEV void add_lanes(u32 lane) {
+    u32 count = 8;
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) out[i] = out[i] * mine + other[i] * theirs;
-  }
-  // With the state of the lane that differs in `mask`. Whole states: halves of them would need fewer shuffles, but cost a microsecond more
-  // (docs/performance.md).
-  MK_DEV void add_lane(u32 mask) {
-    float other[8];
+    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) {
+      if (count == 1) {
+        v[0] += ptx::shfl_xor(v[0], mask);
+        continue;
+      }
+      count /= 2;
+      const bool upper = (lane & mask) != 0;
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) other[i] = ptx::shfl_xor(out[i], mask);
-    add(ptx::shfl_xor(top, mask), ptx::shfl_xor(sum, mask), other);
+      for (u32 i = 0; i < count; ++i) {
+        const float kept = upper ? v[count + i] : v[i], sent = upper ? v[i] : v[count + i];
+        v[i] = kept + ptx::shfl_xor(sent, mask);
+      }
+      if (upper) first += count;
+    }
   }
 };
 
-// Polls the three vectors of (unit, query row, feature group), eight values and {maximum, sum}, of `kCount` units at once, `stride`
-// apart and as long as they are less than `left` away.
-template <class Wire, class T, u32 kCount>
-MK_DEV void poll_parts(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, u32 unit, u32 stride, u32 left, u32 row,
-                       u32 part, MergeState& state) {
-  const auto wanted = [&](u32 i) { return i == 0 || i * stride < left; };
-  u32 at[kCount][3];
-#pragma unroll
-  for (u32 i = 0; i < kCount; ++i) {
-    const u32 base = (unit + i * stride) * u32(parts.vectors) + row * T::kVectors;
-    at[i][0] = base + part * 2, at[i][1] = base + part * 2 + 1, at[i][2] = base + T::kVectors - 1;
-  }
+// Where the parts of an item lie: of its first split's vectors, in the slot, and which unit of the attention wrote them.
+struct MergeItem {
+  u32 item, lane, unit, data, scale;  // data: eight values in two vectors; scale: {maximum, sum}
+};
+
+// Polls the three vectors of `kCount` splits of each lane's item at once, kLanes units apart, and adds those that exist. All lanes of a
+// warp call it together; those of an item agree on its maximum. `splits`: that the item has from the lane's first on.
+template <class Wire, u32 kLanes, u32 kCount>
+MK_DEV void add_parts_of(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, const MergeItem& at, u32 splits, bool more,
+                         float& top, float& sum, float (&out)[8]) {
+  const u32 stride = kLanes * u32(parts.vectors);
   u32x4 v[kCount][3] = {};
-  wait<ptx::kPollsAtOnce>(cx, site, at[0][0], round.sequence, [&](u32& observed) {
+  u32 pending = 0;
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i)
+    if (i * kLanes < splits) pending |= 7u << 3 * i;
+  const u32 exists = pending;
+  wait_warp<ptx::kPollsAtOnce>(cx, site, at.data, round.sequence, [&](u32& observed) {
     if (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
-        if (!wanted(i)) continue;
-        observed = ptx::ld_acquire(round.flags + (unit + i * stride) * kFlagStride);
+        if (!(pending >> 3 * i & 1)) continue;
+        observed = ptx::ld_acquire(round.flags + (at.unit + i * kLanes) * kFlagStride);
         if (!flag_covers(parts, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
       }
     }
-    bool all = true;
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
 #pragma unroll
       for (u32 j = 0; j < 3; ++j)
-        if (wanted(i)) v[i][j] = ptx::ld_relaxed(round.vectors + at[i][j]);
+        if (pending >> (3 * i + j) & 1) v[i][j] = ptx::ld_relaxed(round.vectors + ((j < 2 ? at.data + j : at.scale) + i * stride));
 #pragma unroll
-    for (u32 i = 0; i < kCount; ++i)
-#pragma unroll
-      for (u32 j = 0; j < 3; ++j)
-        if (wanted(i) && !Wire::kFlagged && !(i + j == 0 && ptx::polls_fewer()) && !Wire::ready_f32(v[i][j], round.sequence))
-          observed = Wire::tag_f32(v[i][j]), all = false;
-    return all;
+    for (u32 i = 0; i < 3 * kCount; ++i) {
+      if (!(pending >> i & 1)) continue;
+      if (Wire::ready_f32(v[i / 3][i % 3], round.sequence)) pending &= ~(1u << i);
+      else if (!Wire::kFlagged) observed = Wire::tag_f32(v[i / 3][i % 3]);
+    }
+    if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
+    return pending == 0;
   });
+  const auto maximum = [&](u32 i) { return exists >> 3 * i & 1 ? Wire::value_f32(v[i][2].x) : kNoMaximum; };
+  const float before = top;
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) top = math::max(top, maximum(i));
+  top = lanes_max<kLanes>(top);
+  if (more) {  // not the first splits
+    const float fade = ptx::exp2_approx(before - top);
+    sum *= fade;
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) out[j] *= fade;
+  }
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) {
-    if (!wanted(i)) continue;
     const u32x4(&x)[3] = v[i];
-    const float values[8] = {Wire::value_f32(x[0].x), Wire::value_f32(x[0].y), Wire::value_f32(x[0].z), Wire::value_f32(x[0].w),
-                             Wire::value_f32(x[1].x), Wire::value_f32(x[1].y), Wire::value_f32(x[1].z), Wire::value_f32(x[1].w)};
-    state.add(Wire::value_f32(x[2].x), Wire::value_f32(x[2].y), values);
+    const float weight = ptx::exp2_approx(maximum(i) - top);  // of a split that does not exist it meets zeros
+    sum += weight * Wire::value_f32(x[2].y);
+    const u32 words[8] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) out[j] += weight * Wire::value_f32(words[j]);
   }
 }
 
@@ -92,27 +127,47 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
   const u32 splits = u32(a.splits), items = (own.end - own.begin) * kTokens;
   const Divisor heads = {u32(s.heads), u32(s.heads_inverse)};
   const Round round = exchange_round(block.buffers, parts, sequence);
+  const auto locate = [&](u32 i) {
+    const u32 item = i / kLanes, lane = i % kLanes, token = item % kTokens, group = own.begin + item / kTokens;
+    const u32 head = group / kGroupsPerHead, kv_head = heads.divide(head), unit = kv_head * splits + lane;
+    const u32 row = unit * u32(parts.vectors) + ((head - kv_head * heads.value) * kTokens + token) * T::kVectors;
+    return MergeItem{item, lane, unit, ptx::opaque(row + group % kGroupsPerHead * 2), row + T::kVectors - 1};  // opaque: worked out before the wait
+  };
+  MergeItem at = locate(block.thread);
   block.meet();
   trace(block.cx, Event::kWait, site);
   const u32 rounded = ceil_div(items * kLanes, 32) * 32;  // whole warps: lanes without an item still shuffle
 #pragma unroll 1
-  for (u32 i = block.thread; i < rounded; i += B::kThreads) {
-    const u32 item = i / kLanes, lane = i % kLanes, token = item % kTokens, group = own.begin + item / kTokens;
-    const u32 head = group / kGroupsPerHead, kv_head = heads.divide(head);
-    MergeState state;
+  for (u32 i = block.thread; i < rounded;) {
+    const bool exists = at.item < items;
+    DealtSums<kLanes> sums = {};
+    float top = kNoMaximum, sum = 0.0f;
 #pragma unroll 1
-    for (u32 split = lane; item < items && split < splits; split += kLanes * kAtOnce)
-      poll_parts<Wire, T, kAtOnce>(block.cx, site, parts, round, kv_head * splits + split, kLanes, splits - split,
-                                   (head - kv_head * heads.value) * kTokens + token, group % kGroupsPerHead, state);
-#pragma unroll 1
-    for (u32 mask = kLanes / 2; mask != 0; mask /= 2) state.add_lane(mask);
-    if (item >= items || lane != 0) continue;
+    for (u32 split = 0; split < splits; split += kLanes * kAtOnce) {
+      add_parts_of<Wire, kLanes, kAtOnce>(block.cx, site, parts, round, at, exists && split + at.lane < splits ? splits - split - at.lane : 0,
+                                          split != 0, top, sum, sums.v);
+      at.unit += kLanes * kAtOnce, at.data += kLanes * kAtOnce * u32(parts.vectors), at.scale += kLanes * kAtOnce * u32(parts.vectors);
+    }
+    sum = lanes_sum<kLanes>(sum);
+    sums.add_lanes(at.lane);
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
-    const float scale = state.sum > 0.0f ? ptx::rcp(state.sum) : 0.0f;
-    u32 words[4];
+    const float scale = sum > 0.0f ? ptx::rcp(sum) : 0.0f;
+    if (exists && at.lane % sums.kCopies == 0) {
+      if constexpr (sums.kCount == 1) {
+        out.put_element(at.item, sums.first, ptx::to_bf16(sums.v[0] * scale));
+      } else if constexpr (sums.kCount == 8) {
+        u32 words[4];
 #pragma unroll
-    for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(state.out[2 * j] * scale, state.out[2 * j + 1] * scale);
-    out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
+        for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(sums.v[2 * j] * scale, sums.v[2 * j + 1] * scale);
+        out.put_unit(at.item, u32x4{words[0], words[1], words[2], words[3]});
+      } else {
+#pragma unroll
+        for (u32 j = 0; j < sums.kCount; j += 2)
+          out.put_pair(at.item, (sums.first + j) / 2, ptx::pack_bf16(sums.v[j] * scale, sums.v[j + 1] * scale));
+      }
+    }
+    i += B::kThreads;
+    if (i < rounded) at = locate(i);
   }
   if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);

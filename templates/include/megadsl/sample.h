@@ -61,12 +61,13 @@ MK_DEV bool take_token(const B& block, u32 site, const Round& round, Step& step,
     const u32x4* from = round.vectors + (step.tokens - 1);
     Best best;
 #pragma unroll 1
-    for (u32 first = block.lane(); first < blocks; first += kAtOnce * kWarpSize) {
+    for (u32 before = 0; before < blocks; before += kAtOnce * kWarpSize) {
+      const u32 first = before + block.lane();
       u32 pending = 0;
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i)
         if (first + i * kWarpSize < blocks) pending |= 1u << i;
-      wait<ptx::kPollsAtOnce>(block.cx, site, first, round.sequence, [&](u32& observed) {
+      wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, round.sequence, [&](u32& observed) {
         u32x4 v[kAtOnce] = {};
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i)

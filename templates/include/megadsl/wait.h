@@ -46,10 +46,18 @@ MK_DEV void tell_all(const Context& cx) {
   ptx::st_shared_volatile(cx.abort_word, 1u);
 }
 
-// The cold end of a wait: one function for all sites, out of the hot code's way. The first waiter that is late writes the
+// The cold end of a wait, behind polls in vain: whether the waiter leaves without what it waits for. One function for all sites, out of the
+// hot code's way. `polls`: how often it came here, 0 for a lane that has what it waits for. The first waiter that is late writes the
 // record. The error word is sticky: launches queued behind this one return at once until the host has read and cleared it.
 // `cx` is a copy: a reference would keep the caller's in memory.
-MK_NOINLINE bool give_up(const Context cx, u32 site, u32 tile, u32 expected, u32 observed) {
+MK_NOINLINE bool gives_up(const Context cx, u32 site, u32 tile, u32 expected, u32 observed, u32 polls) {
+  if (ptx::ld_shared_volatile(cx.abort_word) != 0) return true;  // before the pause: a parked thread has to see it change
+  if (polls == 0) return false;
+  if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) {
+    tell_all(cx);
+    return true;
+  }
+  if (polls % kPollsPerCheck != 0) return false;
   const bool late = ptx::globaltimer() > ptx::ld_shared<u64>(cx.deadline());
   if (!late && ptx::ld_relaxed(&cx.control->abort) == 0) return false;
   if (late && ptx::atom_cas(&cx.control->error, kErrorNone, kErrorWriting) == kErrorNone) {
@@ -78,12 +86,26 @@ MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt at
 #pragma unroll 1
     for (u32 i = 0; i < kAtOnce; ++i)
       if (MK_LIKELY(attempt(observed)) || ptx::skips_wait()) return true;
-    if (ptx::ld_shared_volatile(cx.abort_word) != 0) return false;  // before the pause: a parked thread has to see it change
-    if (ptx::poll_pause({site, cx.layer, tile, expected, observed})) {
-      detail::tell_all(cx);
-      return false;
+    if (!ptx::kParks && ptx::ld_shared_volatile(cx.abort_word) != 0) return false;
+    if ((ptx::kParks || polls % kPollsPerCheck == 0) && detail::gives_up(cx, site, tile, expected, observed, polls)) return false;
+  }
+}
+
+// The same for a whole warp: all lanes call it together, and leave it together once the attempt of each has returned true. Lanes that leave one by
+// one also go on one by one, and a collective behind that takes the slow way to bring them together (docs/performance.md, step 35).
+template <u32 kAtOnce = 1, class Attempt>
+MK_DEV void wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
+  u32 observed = 0;
+  bool there = false;
+  ptx::poll_begin(site, cx.layer);
+  chaos(cx, Place::kWait, site, tile);
+  for (u32 polls = 1;; ++polls) {
+#pragma unroll 1
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      there = (ptx::kParks && there) || attempt(observed) || ptx::skips_wait();  // a lane that may park does not poll again
+      if (MK_LIKELY(ptx::all(there))) return;
     }
-    if (polls % kPollsPerCheck == 0 && detail::give_up(cx, site, tile, expected, observed)) return false;
+    if (ptx::any(detail::gives_up(cx, site, tile, expected, observed, there ? 0 : polls))) return;
   }
 }
 

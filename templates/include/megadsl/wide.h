@@ -118,7 +118,7 @@ MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequ
     for (u32 i = 0; i < kUnits; ++i)
       if (lane.template has<kEven>(i / kHalves, column, columns) && lane.has_token(i % kHalves)) pending |= 1u << i;
     u32x4 v[kUnits] = {};
-    wait<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
+    wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i)
         if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.offset(i / kHalves) / kGroupRows * B::kTokens + i % kHalves * 8));

@@ -21,12 +21,14 @@ MK_OP bool poll_pause(const WaitInfo& info) {
 #endif
 }
 
-// Polls of global memory between two looks at whether to give up: those cost a third of a trip to L2. On the host a thread that
-// polled in vain must pause before it polls again.
+// kPollsAtOnce: polls of global memory between two looks at whether to give up: those cost a third of a trip to L2. kParks: a thread that polled in
+// vain must pause before it polls again.
 #if defined(MK_HOST)
 constexpr u32 kPollsAtOnce = 1;
+constexpr bool kParks = true;
 #else
 constexpr u32 kPollsAtOnce = 4;
+constexpr bool kParks = false;
 #endif
 
 // Call before the first poll: reports of races name the last wait that a thread has begun. Device: no code.

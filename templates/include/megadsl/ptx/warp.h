@@ -17,7 +17,10 @@ MK_OP float shfl_xor(float v, u32 mask) { return host::as_float(host::shuffle_xo
 MK_OP float shfl(float v, u32 lane) { return host::as_float(host::shuffle(host::as_u32(v), lane)); }
 MK_OP u32 ballot(bool p) { return host::ballot(p); }
 MK_OP bool any(bool p) { return host::ballot(p) != 0; }
+MK_OP bool all(bool p) { return host::ballot(!p) == 0; }
 MK_OP void syncwarp() { host::sync_warp(MK_PC); }
+// Brings a warp's lanes together and orders nothing: collectives of lanes that come one by one take ten times as long. Host: no code.
+MK_OP void converge() {}
 // A warp's matrix of 8 by 8 16-bit elements, two to a lane: lane 4i + j holds row i, columns 2j and 2j + 1. Gives its transpose.
 MK_OP u32 transpose_8x8(u32 v) {
   const u32 lane = lane_id(), row = lane / 4, from = lane % 4 * 8 + row / 2;
@@ -50,14 +53,9 @@ MK_PTX u32 ballot(bool p) {
   return r;
 }
 
-MK_PTX bool any(bool p) {
-  u32 r;
-  asm volatile(
-      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tvote.sync.any.pred q, p, 0xffffffff;\n\tselp.u32 %0, 1, 0, q;\n\t}"
-      : "=r"(r)
-      : "r"(static_cast<u32>(p)));
-  return r != 0;
-}
+// By the compiler's own functions, which take a predicate as it is; they are vote.sync.any.pred and vote.sync.all.pred.
+MK_PTX bool any(bool p) { return __any_sync(~0u, p); }
+MK_PTX bool all(bool p) { return __all_sync(~0u, p); }
 
 MK_PTX u32 transpose_8x8(u32 v) {
   u32 r;
@@ -66,6 +64,7 @@ MK_PTX u32 transpose_8x8(u32 v) {
 }
 
 MK_PTX void syncwarp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+MK_PTX void converge() { asm volatile("bar.warp.sync 0xffffffff;"); }
 
 #endif
 
