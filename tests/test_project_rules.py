@@ -178,10 +178,14 @@ def test_tools_are_imported_by_nobody() -> None:
 
 def test_importing_megadsl_is_quick_and_brings_no_torch() -> None:
     loaded = "[m for m in ('torch', 'jinja2', 'cuda', 'typer', 'rich') if m in sys.modules]"
-    found, seconds = min((_spent(f"import sys, megadsl; print({loaded})") for _ in range(3)), key=lambda run: run[1])
-    bare = min(_spent("pass")[1] for _ in range(3))
-    assert found == "[]"
-    assert seconds - bare < 0.3
+    bare, took = min(_spent("pass")[1] for _ in range(3)), []
+    for _ in range(10):  # what else the machine does only makes it longer
+        found, seconds = _spent(f"import sys, megadsl; print({loaded})")
+        assert found == "[]"
+        took.append(seconds - bare)
+        if took[-1] < 0.3:
+            return
+    assert min(took) < 0.3
 
 
 def _spent(code: str) -> tuple[str, float]:
