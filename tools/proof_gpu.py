@@ -31,7 +31,7 @@ from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.machine import DEFAULT_ARCH, machine
-from megadsl.resources import include
+from megadsl.resources import include, models
 from megadsl.runtime.control import ADVANCE, KV_LEN, NEXT_IDS, STEPS, TIMEOUT_US, TOKEN_IDS
 from megadsl.runtime.cuda import call
 from megadsl.runtime.pack import pack_weights
@@ -307,11 +307,11 @@ def green_stream(sms: int) -> tuple[torch.cuda.Stream, int]:
 
 
 def refusal(action: Callable[[], object]) -> str | None:
-    """The diagnostic that ``action`` raises, or torch's own error; None when it raises nothing."""
+    """The diagnostic that ``action`` raises, files by their place in the project, or torch's own error; None when it raises nothing."""
     try:
         action()
     except (MegadslError, RuntimeError) as problem:
-        return str(problem)
+        return str(problem).replace(f"{models().parent}/", "")
     return None
 
 
