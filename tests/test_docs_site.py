@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import megadsl
 import megadsl.torch
 from tests.pages import ROOT, inline, name_of, parsed
@@ -20,46 +18,39 @@ CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A warning ends the build with 1."""
-    out = tmp_path_factory.mktemp("site")
+def test_the_site(tmp_path: Path) -> None:
+    """One test, so that one worker builds it once."""
+    build(tmp_path)
+    navigation_has_every_page((tmp_path / "index.html").read_text())
+    for page in PAGES:
+        text = (tmp_path / ("" if page.stem == "index" else page.stem) / "index.html").read_text()
+        assert re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//[^"]*"', text) == [], "readers would fetch it"
+        if page.stem != "api":  # the rest of it is docstrings
+            reads_as_markdown(page, text)
+
+
+def build(out: Path) -> None:
+    """A warning ends it with 1."""
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG), "--site-dir", str(out)]
     done = subprocess.run(command, env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not re.search("warning|error", done.stderr, re.IGNORECASE), done.stderr
-    return out
 
 
-def built(site: Path, page: Path) -> str:
-    """The content of a page of the site, HTML."""
-    text = (site / ("" if page.stem == "index" else page.stem) / "index.html").read_text()
-    (article,) = re.findall(r"<article.*?</article>", text, re.DOTALL)
-    return str(article)
-
-
-def test_every_page_is_in_the_navigation(site: Path) -> None:
-    text = (site / "index.html").read_text()
+def navigation_has_every_page(text: str) -> None:
     (navigation,) = re.findall(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', text, re.DOTALL)
     places = {place.strip("./") for place in re.findall(r'href="([^"#]*)"', navigation)}
     assert {page.stem for page in PAGES} - {"index"} <= places and "diagnostics" in places
 
 
-def test_nothing_is_fetched_by_who_reads_the_site(site: Path) -> None:
-    for page in PAGES:
-        text = (site / ("" if page.stem == "index" else page.stem) / "index.html").read_text()
-        assert re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//[^"]*"', text) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_read_as_markdown_means(page: Path, site: Path) -> None:
+def reads_as_markdown(page: Path, text: str) -> None:
     """mkdocs knows an older Markdown than the places where code is read: both find the same lists, tables and blocks of code."""
     tags = {"list_item_open": "li", "table_open": "table", "fence": "pre", "heading_open": "h[1-6]", "image": "img"}
     tokens = Counter(token.type for token in (*parsed(page), *inline(page)))
-    article = built(site, page)
-    if page.stem != "api":  # the rest of it is docstrings
-        assert {tag: len(re.findall(rf"<{tag}[ >]", article)) for tag in tags.values()} == {tag: tokens[of] for of, tag in tags.items()}
+    (article,) = re.findall(r"<article.*?</article>", text, re.DOTALL)
+    found = {tag: len(re.findall(rf"<{tag}[ >]", article)) for tag in tags.values()}
+    assert found == {tag: tokens[of] for of, tag in tags.items()}, page.name
 
 
 def test_the_reference_has_all_public_names() -> None:
