@@ -4,9 +4,9 @@
     python -m tools.process_replay --base main~3   # against another commit
     python -m tools.process_replay --sass          # their machine code as well, of a few models: minutes, needs nvcc
 
-A refactor changes none. Plans and sources are the compiler's; headers are not in them, so that a change of a header shows as SASS alone:
-instructions without their line numbers, and the resources that nvcc reports. Ends with 1 where anything differs, after the first lines of what
-does.
+A refactor changes none. Plans and sources are the compiler's; headers are not in them, so that a change of one shows as SASS alone:
+instructions without their line numbers, and the resources that nvcc reports. Ends with 1 where anything differs, after the first lines of
+what does.
 Each commit compiles its own models with its own schedules, in a process of its own; this file is the only one that both share.
 """
 
