@@ -98,17 +98,7 @@ MK_DEV void poll_parts_of(const B& block, u32 site, const ExchangeShape& e, u32 
 #pragma unroll
   for (u32 i = 0; i < kParts; ++i) pending |= lane.has(i, columns) ? 1u << i : 0u;
   u32x4 v[kParts] = {};
-  wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
-#pragma unroll
-    for (u32 i = 0; i < kParts; ++i)
-      if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.column(i) - lane.first) / kGroupRows * B::kTokens);
-#pragma unroll
-    for (u32 i = 0; i < kParts; ++i)  // what is not wanted is zeros: ready
-      if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
-    observed = Wire::tag(v[0]);
-    if (ptx::polls_fewer()) pending &= pending - 1;
-    return pending == 0;
-  });
+  poll_vectors<Wire>(block.cx, site, first, sequence, pending, v, [&](u32 i) { return from + (lane.column(i) - lane.first) / kGroupRows * B::kTokens; });
 #pragma unroll
   for (u32 i = 0; i < kParts; ++i) take(i, lane.pairs(v[i]));
 }

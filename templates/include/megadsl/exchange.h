@@ -269,6 +269,24 @@ struct Meanwhile {
 template <class Work>
 Meanwhile(Work) -> Meanwhile<Work>;
 
+// Polls those vectors of a thread that `pending` has a bit for until all of them are there; `from(i)`: where the i-th lies. What is not wanted
+// lies ready in `v`. All lanes of a warp call it together.
+template <class Wire, u32 kCount, class From>
+MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u32& pending, u32x4 (&v)[kCount], From from) {
+  static_assert(!Wire::kFlagged, "vectors that are their own flags");
+  wait_warp<ptx::kPollsAtOnce>(cx, site, tile, sequence, [&](u32& observed) {
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i)
+      if (pending >> i & 1) v[i] = ptx::ld_relaxed(from(i));
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i)
+      if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
+    observed = Wire::tag(v[0]);
+    if (ptx::polls_fewer()) pending &= pending - 1;
+    return pending == 0;
+  });
+}
+
 // gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
 template <class Wire, u32 kTokens, class P, class Unit, class Beside>
 MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups wanted, u32 thread, u32 threads, Unit unit, Beside beside) {
@@ -295,17 +313,7 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
       for (u32 i = 0; i < P::kUnits; ++i)
         if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
     }
-    wait_warp<ptx::kPollsAtOnce>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, [&](u32& observed) {
-#pragma unroll
-      for (u32 i = 0; i < P::kUnits; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
-#pragma unroll
-      for (u32 i = 0; i < P::kUnits; ++i)
-        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
-      observed = Wire::tag(v[0]);
-      if (ptx::polls_fewer()) pending &= pending - 1;
-      return pending == 0;
-    });
+    poll_vectors<Wire>(cx, site, wanted.first * kTokens + begin + thread, round.sequence, pending, v, [&](u32 i) { return from + before(i); });
 #pragma unroll
     for (u32 i = 0; i < P::kUnits; ++i)
       if (P::kEven || begin + before(i) + thread < units) unit(begin + before(i), v[i]);

@@ -43,17 +43,7 @@ struct LaneQueries {
     for (u32 i = 0; i < kOwn; ++i)
       if (kMaps ? i * kWarpSize + lane < kRows * kUnits : lane / 4 < kRows) pending |= 1u << i;
     if (fresh && lane < 2 * kUnits) pending |= 1u << kOwn;
-    wait_warp<ptx::kPollsAtOnce>(cx, site, first, round.sequence, [&](u32& observed) {
-#pragma unroll
-      for (u32 i = 0; i < kPolls; ++i)
-        if (pending >> i & 1) at[i] = ptx::ld_relaxed(round.vectors + (i < kOwn ? first + i * apart : own));
-#pragma unroll
-      for (u32 i = 0; i < kPolls; ++i)  // what is not wanted is zeros: ready
-        if (Wire::ready(at[i], round.sequence)) pending &= ~(1u << i);
-      observed = Wire::tag(at[0]);
-      if (ptx::polls_fewer()) pending &= pending - 1;
-      return pending == 0;
-    });
+    poll_vectors<Wire>(cx, site, first, round.sequence, pending, at, [&](u32 i) { return round.vectors + (i < kOwn ? first + i * apart : own); });
     if constexpr (kMaps) {
 #pragma unroll
       for (u32 i = 0; i < kOwn; ++i) at[i] = map_unit<T>(heads, lane, at[i], heads.query);

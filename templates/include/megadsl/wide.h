@@ -118,17 +118,8 @@ MK_DEV void poll_wide(const B& block, u32 site, const ExchangeShape& e, u32 sequ
     for (u32 i = 0; i < kUnits; ++i)
       if (lane.template has<kEven>(i / kHalves, column, columns) && lane.has_token(i % kHalves)) pending |= 1u << i;
     u32x4 v[kUnits] = {};
-    wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, sequence, [&](u32& observed) {
-#pragma unroll
-      for (u32 i = 0; i < kUnits; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (lane.offset(i / kHalves) / kGroupRows * B::kTokens + i % kHalves * 8));
-#pragma unroll
-      for (u32 i = 0; i < kUnits; ++i)
-        if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
-      observed = Wire::tag(v[0]);
-      if (ptx::polls_fewer()) pending &= pending - 1;
-      return pending == 0;
-    });
+    poll_vectors<Wire>(block.cx, site, first, sequence, pending, v,
+                       [&](u32 i) { return from + (lane.offset(i / kHalves) / kGroupRows * B::kTokens + i % kHalves * 8); });
 #pragma unroll
     for (u32 i = 0; i < (kParts - kEach) * kHalves; ++i) x.at[i / kHalves][i % kHalves] = x.at[i / kHalves + kEach][i % kHalves];
 #pragma unroll
