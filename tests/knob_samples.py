@@ -59,6 +59,9 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "scale"): (Sample("op qkv_proj: scale = before"),),
     ("op", "gather"): (Sample("op qkv_proj: gather = shared\nop o_proj: gather = shared", ALL_SENTINELS),),
     ("op", "residual"): (Sample("op o_proj: residual = exchange\nop down_proj: residual = exchange"),),
+    ("op", "publish"): (
+        Sample("op qkv_proj: publish = registers\nop attention: publish = registers\nop down_proj: publish = registers", ALL_SENTINELS),
+    ),
     ("op", "pause"): (Sample("op o_proj: pause = 300\nop attention: pause = 100\nop down_proj: pause = 1"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (

@@ -179,6 +179,18 @@ EXCHANGES: dict[str, tuple[str, Break, str, tuple[str, ...]]] = {
         "MK543",
         ("'x' carries bf16", "sends what it was given"),
     ),
+    "tagged vectors sent word by word": (
+        "default",
+        arguments("publish", "o_proj", words=True),
+        "MK547",
+        ("'o_proj' is sent word by word", "Tagged, read as whole vectors", "publish it staged"),
+    ),
+    "words that are read as vectors": (
+        "sentinel",
+        arguments("publish", "o_proj", words=True),
+        "MK547",
+        ("Sentinel, read as whole vectors",),
+    ),
     "flag before its payload": ("flag", unmet("publish", "flag"), "MK544", ("no barrier", "st.release of the flag")),
     "flag before its parts": ("flag", unmet("attention", "published"), "MK544", ("attention.parts",)),
     "a round left out": ("default", lambda p: edited(p, layered("o_proj", "epoch * layers + 2 * layer")), "MK545", ("round",)),

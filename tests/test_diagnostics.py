@@ -166,6 +166,7 @@ ELSEWHERE: dict[str, str] = {
     "MK544": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK545": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK546": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK547": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK550": "test_check_mutants.py::test_budgets",
     "MK560": "test_kernel_launches.py::test_broken_launches_are_found",
     "MK561": "test_check_mutants.py::test_a_broken_plan_is_refused",

@@ -1,10 +1,10 @@
 """Step time of schedule variants of one model, side by side in one process (random weights, CUDA graph, interleaved rounds).
 
 A variant is ``name:knob=value,...``; knobs: window, meeting_window, stages, stage_bytes, splits, batch, warps, blocks, sync, finish,
-scale, gather, residual, regs, pause (all ops), gather_OP, residual_OP, regs_OP, hint_OP, pause_OP (of one op; regs: tiles in registers,
-hint: cache policy, pause: ns before its input is polled), l2 (KiB ahead for gate_up), chunk_OP (tiles of a row group between two gathers
-of its input), and a linear's name (parts of its columns). Or one knob, file: a schedule file, or none, model, default, as --schedule of
-megadsl has them.
+scale, gather, residual, regs, pause (all ops), gather_OP, residual_OP, regs_OP, hint_OP, pause_OP, publish_OP (of one op; regs: tiles
+in registers, hint: cache policy, pause: ns before its input is polled), l2 (KiB ahead for gate_up), chunk_OP (tiles of a row group
+between two gathers of its input), and a linear's name (parts of its columns). Or one knob, file: a schedule file, or none, model, default,
+as --schedule of megadsl has them.
 
     python tools/variants.py llama-3.2-1b --kv 512 base: w48:window=49152 s8:splits=8
 """
@@ -44,6 +44,7 @@ OF_ONE: dict[str, Callable[[Any, str], Any]] = {
     "regs": lambda op, value: op.prefetch(registers=int(value)),
     "chunk": lambda op, value: op.split(chunk=int(value)),
     "pause": lambda op, value: op.poll(pause=int(value)),
+    "publish": lambda op, value: op.publish(value),
 }
 
 

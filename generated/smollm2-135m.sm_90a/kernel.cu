@@ -130,9 +130,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // embed_tokens: rows of the table  [llama.py:20]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged);
+      const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
       mk::run_embed(block, s.embed_tokens, step, steps, out);
-      out.publish(block, 7);
+      out.publish(block);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
     }
 
@@ -285,7 +285,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // qkv_proj: 960 x 576  [llama.py:23]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
         const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
         const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, QkvProjTiles>(block, s.qkv_proj, s.smem,
@@ -299,7 +299,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
               if (row >= u32(s.qkv_proj_rope.begin) && row < u32(s.qkv_proj_rope.end)) mk::rotate<64>(angles, row - u32(s.qkv_proj_rope.begin), token, even, odd);
               out.put_pair((group - own.begin) * kTokens + token, pair, mk::ptx::pack_bf16(even, odd));
             });
-        out.publish(block, 11);
+        out.publish(block);
       }
 
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
@@ -311,16 +311,16 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // attention: add the splits  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
         mk::run_merge<mk::Sentinel, AttentionTiling, 8, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
-        out.publish(block, 16);
+        out.publish(block);
       }
 
       // o_proj: 576 x 576  [llama.py:36]
       {
         mk::begin_op(cx, block);
         block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 18);
         const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
         mk::finish_matrix<kBatch, OProjTiles, true>(block, s.o_proj, s.smem,
@@ -333,14 +333,14 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
               const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
               out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
             });
-        out.publish(block, 18);
+        out.publish(block);
         mk::keep(block, s.o_proj_exchange, staged, block.at<char>(s.o_proj_kept));
       }
 
       // gate_up_proj: 3072 x 576  [llama.py:38]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged, 22);
         const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
         const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, GateUpProjTiles>(block, s.gate_up_proj, s.smem,
@@ -354,14 +354,14 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
               const u32 unit = (group - own.begin) / 2 * kTokens + token, element = group % 2 * 4 + pair;
               out.put_element(unit, element, mk::ptx::to_bf16(mk::math::silu(even) * odd));
             });
-        out.publish(block, 22);
+        out.publish(block);
       }
 
       // down_proj: 576 x 1536  [llama.py:46]
       {
         mk::begin_op(cx, block);
         block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged);
+        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 25);
         const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
         mk::finish_matrix<kBatch, DownProjTiles, true>(block, s.down_proj, s.smem,
@@ -374,7 +374,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
               const float value0_even = mk::ptx::bf16_lo(values0), value0_odd = mk::ptx::bf16_hi(values0);
               out.put_pair(unit, pair, mk::ptx::pack_bf16(value0_even + even, value0_odd + odd));
             });
-        out.publish(block, 25);
+        out.publish(block);
         mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
       }
     }

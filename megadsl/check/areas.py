@@ -105,7 +105,9 @@ class Stream:
         return FINISHER if self.finishes else FIRST if first else ""
 
     def _staged(self, step: Step, e: Exchange, groups: int, write: bool, solo: str = "") -> Iterator[Event]:
-        """Units, then (with tags) the extra vectors of their last elements."""
+        """Units, then (with tags) the extra vectors of their last elements; none where results leave word by word and nobody keeps them."""
+        if self.device.plan.schedule.op(step.instr.op).publish == "registers" and f"{ident(e.name)}_kept" not in self.device.records:
+            return
         units = groups * self.device.tokens
         extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0
         for first, number in ((0, units), (e.units, extras)):

@@ -252,6 +252,8 @@ def _spoilt_instruction(plan: Plan, program: Program, instr: Instr, at: str) -> 
         yield change("dropped", None)
     if instr.args.get("raw") and instr.args["wire"] == "Sentinel":
         yield change("a table's bits taken for results", replace(instr, args={**instr.args, "raw": False}))
+    if instr.call == "publish" and not instr.args["words"]:
+        yield change("sent word by word", replace(instr, args={**instr.args, "words": True}))
     if instr.call.startswith("load_"):
         yield change("repeated", (instr, instr))
     for what, made in _other_arguments(plan, instr):

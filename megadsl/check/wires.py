@@ -36,6 +36,7 @@ SCOPE = declare(
     "{value!r} is exchanged between all blocks, its sync spans a {level}",
     "use level=mk.Level.GPU, or read the value in the block that writes it",
 )
+WORDS = declare("MK547", "{value!r} is sent word by word, and is read as {kind}", "publish it staged")
 SLOTS = declare("MK542", "{value!r} is exchanged as {kind} with {slots} slots", "use a power of two that is at least {least}")
 EMPTY = declare(
     "MK543", "{value!r} carries {dtype} as Sentinel, whose empty value a writer could produce", "use mk.Tagged or mk.Flag for this edge"
@@ -69,6 +70,7 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
             _ends(device, instr, findings)
         _release(device, step, findings)
         _raw(device, step, findings)
+        _words(device, step, findings)
     for e in device.plan.exchanges:
         _kind(e, findings)
     _rounds(device, findings)
@@ -112,6 +114,18 @@ def _raw(device: Device, step: Step, findings: Findings) -> None:
     if e.wire == "Sentinel":
         rows = [("consumer", [f"sends what it was given: {shown(instr)}"]), (f"exchange {e.name}", [f"{e.wire}, {e.dtype}"])]
         findings.add(EMPTY, instr.span, rows, op=instr.op, value=e.name, dtype=e.dtype)
+
+
+def _words(device: Device, step: Step, findings: Findings) -> None:
+    """Of vectors that are sent word by word each word must say by itself that it is there."""
+    instr = step.instr
+    if instr.call != "publish" or not instr.args["words"]:
+        return
+    e = device.exchanges[str(instr.args["value"])]
+    if not (e.words and e.dense and e.wire == "Sentinel"):
+        read = f"{e.wire}, read {'word by word' if e.words else 'as whole vectors'}"
+        rows = [("consumer, one warp", [f"stores words: {shown(instr)}"]), (f"exchange {e.name}", [read])]
+        findings.add(WORDS, instr.span, rows, op=instr.op, value=e.name, kind=read)
 
 
 def _kind(e: Exchange, findings: Findings) -> None:

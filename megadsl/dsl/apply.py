@@ -57,6 +57,12 @@ _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
         "linears that add to their rows",
     ),
     "pause": (lambda op: not isinstance(op, Embed), "input to poll", "poll(...)", "linears and attention"),
+    "publish": (
+        lambda op: not isinstance(op, Embed) and op.out is not None,
+        "results of its own to send",
+        "publish(...)",
+        "linears and attention",
+    ),
 }
 _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 

@@ -87,7 +87,7 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, publish."""
 
     op: str
     changes: Changes

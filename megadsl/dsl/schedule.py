@@ -40,6 +40,7 @@ KINDS = ("loader", "consumer")
 SCALES = ("before", "after")
 GATHERS = ("shared", "registers")
 RESIDUALS = ("block", "exchange")
+PUBLISHES = ("staged", "registers")
 SCOPES = ("step", "op")
 BLOCK_REGISTERS = ("launched", "moved")
 FINISHES = ("block", "warp")
@@ -285,6 +286,18 @@ class OpHandle:
         """
         span = caller_span()
         self._block.record(SetSplit(self._op, (("pause", self._block.checked("poll pause", pause, 0, span)),), span))
+        return self
+
+    def publish(self, form: str) -> OpHandle:
+        """How an op's results leave a block. Bit-identical.
+
+        "staged": by way of shared memory, as the 16-byte vectors that travel. "registers": each pair of neighbouring features as a 4-byte
+        word, from the thread that has it; for linears and attention whose results a warp of its own finishes, s.finish("warp"), and sends
+        by mk.Sentinel to blocks of which each owns a part; not for linears of two weights, whose threads have single features.
+        """
+        span = caller_span()
+        self._block.choice("publish", form, PUBLISHES, span)
+        self._block.record(SetSplit(self._op, (("publish", form),), span))
         return self
 
     def sync(self, sync: Sync) -> OpHandle:

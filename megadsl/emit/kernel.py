@@ -70,7 +70,10 @@ def emit(plan: Plan) -> str:
 
 def _wire(plan: Plan, value: str, wire: str) -> str:
     """How an exchange's vectors are read."""
-    return f"mk::Dense<mk::{wire}>" if wire == "Sentinel" and plan.exchange(value).dense else f"mk::{wire}"
+    exchange = plan.exchange(value)
+    if wire != "Sentinel" or not exchange.dense:
+        return f"mk::{wire}"
+    return f"mk::Words<mk::Dense<mk::{wire}>>" if exchange.words else f"mk::Dense<mk::{wire}>"
 
 
 def _published(plan: Plan, instr: Instr) -> str:

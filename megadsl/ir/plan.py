@@ -134,6 +134,7 @@ class Exchange:
     flags_offset: int
     uses: str
     span: Span
+    words: bool = False  # each word of a vector is accessed by itself: some op publishes word by word
 
     @property
     def dense(self) -> bool:

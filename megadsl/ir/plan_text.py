@@ -60,6 +60,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
         scale = ", scaled after its products" if op.scale == "after" else ""
         scale += ", gathered into registers" if op.gather == "registers" else ""
         scale += f", polled after {op.pause} ns" if op.pause else ""
+        scale += ", published from registers" if op.publish == "registers" else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 
@@ -67,7 +68,7 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     for e in plan.exchanges:
         yield (
             f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
-            f" {e.groups} groups{', dense' if e.dense else ''}, {e.uses} rounds per launch"
+            f" {e.groups} groups{', dense' if e.dense else ''}{', by words' if e.words else ''}, {e.uses} rounds per launch"
         )
 
 

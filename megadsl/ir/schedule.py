@@ -88,7 +88,8 @@ class OpSchedule:
     rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
     computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
-    pass between the meeting of the block and the first poll of the op's input."""
+    pass between the meeting of the block and the first poll of the op's input. ``publish``: results are "staged" in shared memory
+    as the vectors that travel, or leave word by word from the "registers" of who has them."""
 
     op: str
     loader: str
@@ -102,6 +103,7 @@ class OpSchedule:
     gather: str | None = None
     residual: str = "block"
     pause: int = 0
+    publish: str = "staged"
 
 
 @dataclass(frozen=True)

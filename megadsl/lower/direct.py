@@ -73,7 +73,8 @@ def why_shared(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | No
             return "it gathers nothing", "use it for linears and attention"
 
 
-def _not_dense(name: str, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+def not_dense(name: str, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
+    """Why a value's units do not lie in the order of its features, and what would mend it; None where they do."""
     value = graph.value(name)
     groups = sharing(graph.op(value.producer), value.features, schedule).groups
     if groups < schedule.blocks or not isinstance(schedule.edge(name).sync, Sentinel):
@@ -88,7 +89,7 @@ def _why_attention(op: Attention, graph: Graph, schedule: Schedule) -> tuple[str
         return shape, f"use it for 1 token and at most {MOST_ROWS} heads of at most {MOST_DIM}"
     if len({op.q.value, op.k.value, op.v.value}) > 1:
         return "queries, keys and values are several values", "let one linear give all of them"
-    return _not_dense(op.q.value, graph, schedule)
+    return not_dense(op.q.value, graph, schedule)
 
 
 def _why_linear(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
@@ -97,10 +98,10 @@ def _why_linear(op: Linear, graph: Graph, schedule: Schedule) -> tuple[str, str]
     if len(values) != 1 or not (plain or op.factored is not None):
         return "its prologue is neither one value nor factored", 'use .gather("shared")'
     if graph.tokens > FEW_TOKENS:
-        return _not_dense(values[0][1].value, graph, schedule) or _why_wide(op, graph, schedule)
+        return not_dense(values[0][1].value, graph, schedule) or _why_wide(op, graph, schedule)
     if schedule.op(op.name).ways > 1 or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return "it takes its columns in parts", "use .columns(ways=1) and no chunks"
-    if found := _not_dense(values[0][1].value, graph, schedule):
+    if found := not_dense(values[0][1].value, graph, schedule):
         return found
     if lane_parts(op, schedule) > MOST_PARTS:
         return f"a lane would poll {lane_parts(op, schedule)} vectors", f"use it for at most {MOST_PARTS}, or more consumer warps"

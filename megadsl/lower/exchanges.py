@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange
@@ -83,7 +83,8 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
         sync = schedule.edge(value.name).sync
         units = largest_share(share.groups, schedule.blocks, share.share_offset) * graph.tokens
         uses = "1" if op.loop is None else ("layers + 1" if value.initial is not None else "layers")
-        found.append(arena.place(value.name, sync, "bf16", schedule.blocks, units, share, uses, op))
+        placed = arena.place(value.name, sync, "bf16", schedule.blocks, units, share, uses, op)
+        found.append(replace(placed, words=schedule.op(op.name).publish == "registers"))
     for op in graph.ops:
         if isinstance(op, Attention):
             found.append(_parts(arena, op, graph, schedule))

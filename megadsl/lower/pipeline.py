@@ -26,6 +26,7 @@ from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import Packed, plan_packing
 from megadsl.lower.programs import build_programs
+from megadsl.lower.publish import check_publications
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
 from megadsl.lower.shape import build_shape, kv_bytes
 from megadsl.lower.threads import choose_finish, choose_registers, threads
@@ -87,6 +88,7 @@ def _schedule(state: Lowering) -> None:
     state.schedule = choose_finish(state.graph, state.schedule, state.machine)
     state.schedule = choose_registers(state.graph, state.schedule, state.machine)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
+    check_publications(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)
 

@@ -17,6 +17,7 @@ from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
+from megadsl.lower.publish import by_words, results_of, staged
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import tiling
@@ -121,10 +122,6 @@ def _title(op: Op) -> str:
             return f"{op.name}: {op.heads} heads of {op.head_dim} over {op.kv_heads} KV heads"
 
 
-def _staged() -> Region:
-    return Region("smem", "staged", Level.BLOCK)
-
-
 def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     exchange = builder.exchange(value)
     site = builder.site(role, op.name, "publish", "", op.span)
@@ -135,7 +132,9 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and not finishers(builder.schedule) else ()
     # table: rows of one, which those who multiply publish; raw: its bits as they lie there, rather than results of conversions
     args |= {"solo": alone, "table": isinstance(op, Embed), "raw": isinstance(op, Embed) and op.expr is None}
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, (_staged(),), (into,), syncs=syncs, args=args)
+    args |= {"words": by_words(builder, op), "kept": value in kept_locally(builder.graph, builder.schedule)}
+    reads = () if args["words"] and not args["kept"] else (staged(),)
+    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, reads, (into,), syncs=syncs, args=args)
 
 
 def stages_alone(builder: Builder, op: Op) -> bool:
@@ -162,7 +161,7 @@ def _end(builder: Builder, op: Op) -> tuple[str, ...]:
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     reads = (Region("weights", op.name, Level.GPU), Region("control", "token_ids", Level.GPU))
-    yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (_staged(),), syncs=("end",))
+    yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (staged(),), syncs=("end",))
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
 
@@ -171,7 +170,7 @@ def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
     if value in kept_locally(builder.graph, builder.schedule):
         kept = Region("smem", f"kept.{value}", Level.BLOCK)
         args = {"value": value, "table": isinstance(op, Embed)}
-        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (_staged(),), (kept,), args=args)
+        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (staged(),), (kept,), args=args)
 
 
 def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:
@@ -271,9 +270,9 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     split = builder.schedule.op(op.name).ways > 1
     parts = _parts(builder, op) if split else {}
     reads += () if split else bias_regions(op)
-    writes = Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])) if split else _staged()
+    writes = (Region("exchange", str(parts["parts"]), Level.GPU, str(parts["parts_round"])),) if split else results_of(builder, op)
     yield Instr(
-        Verb.COMPUTE, "matrix", op.name, op.span, site, reads, (writes,),
+        Verb.COMPUTE, "matrix", op.name, op.span, site, reads, writes,
         "own_groups * pieces", prologue, _meetings(builder, op),
         {
             "linear": op, "ring": ring_role, "rope": _rotated(op), "held": held, "direct": direct, "lanes": lanes, "parts": "",
@@ -314,7 +313,7 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
     reads = (region, *bias_regions(op))
-    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (_staged(),), syncs=_end(builder, op), args=args)
+    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (staged(),), syncs=_end(builder, op), args=args)
     yield from _results(builder, op, role)
 
 
@@ -464,7 +463,7 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     region = Region("exchange", parts.name, parts.level, round_)
     lanes, at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once}
-    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), (_staged(),), syncs=_end(builder, op), args=args)
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), results_of(builder, op), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
-from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, RESIDUALS, SCALES
+from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Linear, kept_values
 from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
@@ -308,6 +308,13 @@ TURNS: tuple[Turn, ...] = (
         _each_run(0.3),
     ),
     Turn(knobs_of(OP)["gather"], _loaded, _op_field("gather"), lambda scene, of: ("registers", "shared"), _each_run(0.3)),
+    Turn(
+        knobs_of(OP)["publish"],
+        lambda scene: [of for of in _loaded(scene) if scene.graph.op(of[0]).out is not None],
+        _op_field("publish"),
+        lambda scene, of: PUBLISHES,
+        _each_run(0.1),
+    ),
     Turn(
         knobs_of(OP)["columns"],
         lambda scene: [(op.name,) for op in linears(scene.graph) if not why_whole(op) and tiling(op).pieces > 1],

@@ -103,22 +103,25 @@ MK_DEV void begin_op(Context& cx, B& block) {
 
 // What a block's threads stage and then publish. kSolo: its first warp, or its finisher, has staged everything and publishes alone, so that no
 // barrier of the block stands between the last result and its way out.
-template <class Wire, bool kSolo, class B>
-struct Publication : Outgoing<Wire, B::kTokens> {
-  MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged)
-      : Outgoing<Wire, B::kTokens>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads) {}
+// kVia: words have left already, and what is left to do is to empty the slot for a later round.
+template <class Wire, bool kSolo, class B, Via kVia = Via::kStaged>
+struct Publication : Outgoing<Wire, B::kTokens, kVia> {
+  static_assert(kVia == Via::kStaged || kSolo, "of results that one warp has");
 
-  MK_DEV void publish(const B& block, u32 site) const {
-    const bool lost = lost_signal(site);
+  MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged, u32 site)
+      : Outgoing<Wire, B::kTokens, kVia>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads, site) {}
+
+  MK_DEV void publish(const B& block) const {
+    const bool lost = lost_signal(this->site);
     if (kSolo) {
       if (block.warp() == 0) {
-        ptx::syncwarp();
+        if (kVia != Via::kWords) ptx::syncwarp();
         if (!lost) this->send();
         if (Wire::kFlagged) {
           ptx::syncwarp();
           if (!lost) this->raise();
         }
-        trace(block.cx, Event::kEnd, site);
+        trace(block.cx, Event::kEnd, this->site);
       }
       // Now others may write where the results came from. Where they could not do so before the block meets anyway, the barrier still
       // pays (docs/performance.md): the other warps would poll beside the one that publishes.
@@ -130,7 +133,7 @@ struct Publication : Outgoing<Wire, B::kTokens> {
       block.sync();
       if (!lost) this->raise();
     }
-    trace(block.cx, Event::kEnd, site);
+    trace(block.cx, Event::kEnd, this->site);
   }
 };
 

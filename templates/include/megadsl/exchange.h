@@ -236,7 +236,7 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       }
 #pragma unroll
       for (u32 i = 0; i < kPolls; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + at[i]);
+        if (pending >> i & 1) v[i] = Wire::load(round.vectors + at[i]);
 #pragma unroll
       for (u32 i = 0; i < kPolls; ++i) {
         if (!(pending >> i & 1)) continue;
@@ -277,7 +277,7 @@ MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u3
   wait_warp<ptx::kPollsAtOnce>(cx, site, tile, sequence, [&](u32& observed) {
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
-      if (pending >> i & 1) v[i] = ptx::ld_relaxed(from(i));
+      if (pending >> i & 1) v[i] = Wire::load(from(i));
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
       if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
@@ -307,7 +307,7 @@ MK_DEV void gather_dense(const Context& cx, u32 site, const Round& round, Groups
     if constexpr (!Beside::kIdle) {
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
-        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + before(i));
+        if (pending >> i & 1) v[i] = Wire::load(from + before(i));
       beside();
 #pragma unroll
       for (u32 i = 0; i < P::kUnits; ++i)
@@ -342,8 +342,15 @@ MK_DEV void store_last(smem_ptr<char> at, u16 bits) { ptx::st_shared<u16>(at.tem
 // This block's share of a value on its way out. The vectors are staged in shared memory as they will be published: units, then
 // (where tags push out last elements) the extra vectors. Where a thread's vectors go is known ahead of the data, and worked out
 // then: behind the last product each instruction counts.
-template <class Wire, u32 kTokens>
+//
+// kVia: or each pair of elements leaves as the word that it is, from the registers of the thread that has it, and at once: for wires each of
+// whose words says by itself that it is there. kBoth: and is staged too, for whoever keeps it.
+enum class Via { kStaged, kWords, kBoth };
+template <class Wire, u32 kTokens, Via kVia = Via::kStaged>
 struct Outgoing {
+  static constexpr bool kAtOnce = kVia != Via::kStaged, kStages = kVia != Via::kWords;
+  static_assert(!kAtOnce || Wire::kWords, "words that are their own flags");
+
   const Context& cx;
   const Buffers& buffers;
   const ExchangeShape& e;
@@ -354,14 +361,18 @@ struct Outgoing {
   u32 owned;            // units
   u32 at;               // the thread's first vector, in the arena
   bool first;           // whether something is staged for it
+  u32 units;            // kAtOnce: the block's first vector, in the arena
+  u32 site;
 
-  MK_DEV Outgoing(const Context& context, const Buffers& b, const ExchangeShape& shape, u32 round, smem_ptr<char> area, u32 one, u32 all)
-      : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all) {
+  MK_DEV Outgoing(const Context& context, const Buffers& b, const ExchangeShape& shape, u32 round, smem_ptr<char> area, u32 one, u32 all,
+                  u32 signal)
+      : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all), site(signal) {
     const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
     owned = (own.end - own.begin) * kTokens;
     begin = Wire::kDense ? own.begin * kTokens : cx.block * u32(e.vectors), count = Wire::kDense ? owned : u32(e.vectors);
     at = ptx::opaque(slot(sequence) + thread);  // opaque: or the compiler would put it off until it is needed
     first = holds(thread);
+    if constexpr (kAtOnce) units = ptx::opaque(slot(sequence));
   }
 
   MK_DEV u32x4* arena() const { return reinterpret_cast<u32x4*>(buffers.exchange); }
@@ -375,14 +386,25 @@ struct Outgoing {
 
   // Stage a unit, a pair of its elements, one element; `unit` = group * kTokens + token, groups counted from the block's first.
   MK_DEV void put_unit(u32 unit, u32x4 x) const {
+    if constexpr (kAtOnce) {
+      chaos(cx, Place::kSignal, u32(e.offset), 0);
+      if (!lost_signal(site)) Wire::store(arena() + (units + unit), Wire::pack(x, sequence));
+      if (!kStages) return;
+    }
     ptx::st_shared<u32x4>(staged.template at<u32x4>(unit * 16), x);
     put_copy(unit, 7, u16(x.w >> 16));
   }
   MK_DEV void put_pair(u32 unit, u32 pair, u32 bits) const {
+    if constexpr (kAtOnce) {
+      chaos(cx, Place::kSignal, u32(e.offset), 0);
+      if (!lost_signal(site)) ptx::st_relaxed(reinterpret_cast<u32*>(arena() + units) + (unit * 4 + pair), Wire::pack(u32x4{bits, 0, 0, 0}, sequence).x);
+      if (!kStages) return;
+    }
     ptx::st_shared<u32>(staged.template at<u32>(unit * 16 + pair * 4), bits);
     put_copy(unit, 2 * pair + 1, u16(bits >> 16));
   }
   MK_DEV void put_element(u32 unit, u32 element, u16 bits) const {
+    static_assert(!kAtOnce, "an element is half a word");
     ptx::st_shared<u16>(staged.template at<u16>(unit * 16 + element * 2), bits);
     put_copy(unit, element, bits);
   }
@@ -398,17 +420,17 @@ struct Outgoing {
     bool stored = first;
     u32 to = at;
 #pragma unroll 1
-    for (u32 i = thread; i < count; i += threads, to += threads, stored = holds(i)) {
+    for (u32 i = thread; !kAtOnce && i < count; i += threads, to += threads, stored = holds(i)) {
       u32x4 x = {0, 0, 0, 0};
       if (stored) x = ptx::ld_shared<u32x4>(staged.template at<u32x4>(i * 16));
       chaos(cx, Place::kSignal, u32(e.offset), i / kWarpSize);
-      ptx::st_relaxed(arena() + to, Wire::pack(x, sequence));
+      Wire::store(arena() + to, Wire::pack(x, sequence));
     }
     if (!Wire::kResets) return;
     const u32 ahead = slot(sequence + u32(e.slots) / 2);
 #pragma unroll 1
     for (u32 i = thread; i < count; i += threads)
-      ptx::st_relaxed(arena() + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+      Wire::store(arena() + ahead + i, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
   }
   // Flag: raises the block's flag, behind a barrier after send().
   MK_DEV void raise() const {

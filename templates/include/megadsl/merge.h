@@ -152,8 +152,12 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
     sums.add_lanes(at.lane);
     // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
     const float scale = sum > 0.0f ? ptx::rcp(sum) : 0.0f;
+    float partner = 0.0f;  // the other element of a word
+    if constexpr (Out::kAtOnce && sums.kCount == 1) partner = ptx::shfl_xor(sums.v[0], sums.kCopies);
     if (exists && at.lane % sums.kCopies == 0) {
-      if constexpr (sums.kCount == 1) {
+      if constexpr (Out::kAtOnce && sums.kCount == 1) {
+        if (sums.first % 2 == 0) out.put_pair(at.item, sums.first / 2, ptx::pack_bf16(sums.v[0] * scale, partner * scale));
+      } else if constexpr (sums.kCount == 1) {
         out.put_element(at.item, sums.first, ptx::to_bf16(sums.v[0] * scale));
       } else if constexpr (sums.kCount == 8) {
         u32 words[4];

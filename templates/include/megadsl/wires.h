@@ -16,7 +16,14 @@ constexpr u32 kEmptyWord = ~0u;       // Sentinel's "not yet"; an element of all
 constexpr u32 kQuietNan = 0x400000u;  // fp32: the bit that makes a NaN quiet
 constexpr u32 kLastsPerVector = 7;    // last elements of units in one extra vector
 
-struct Tagged {
+// A vector travels as one access; see Words.
+struct WholeVectors {
+  static constexpr bool kWords = false;
+  MK_DEV static u32x4 load(const u32x4* from) { return ptx::ld_relaxed(from); }
+  MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed(to, x); }
+};
+
+struct Tagged : WholeVectors {
   static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = false;
   static constexpr bool kResets = false;
@@ -37,7 +44,7 @@ struct Tagged {
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word & ~15u); }
 };
 
-struct Sentinel {
+struct Sentinel : WholeVectors {
   static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = true;
@@ -60,7 +67,7 @@ struct Sentinel {
   MK_DEV static float value_f32(u32 word) { return ptx::bits_float(word); }
 };
 
-struct Flag {
+struct Flag : WholeVectors {
   static constexpr bool kDense = false;
   static constexpr bool kWholeUnits = true;
   static constexpr bool kResets = false;
@@ -79,6 +86,15 @@ struct Flag {
 template <class Wire>
 struct Dense : Wire {
   static constexpr bool kDense = true;
+};
+
+// A Sentinel whose vectors are written word by word (Outgoing): each word says by itself that it is there, and is accessed by itself.
+template <class Wire>
+struct Words : Wire {
+  static_assert(Wire::kDense && Wire::kResets, "words that are their own flags");
+  static constexpr bool kWords = true;
+  MK_DEV static u32x4 load(const u32x4* from) { return ptx::ld_relaxed_words(from); }
+  MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed_words(to, x); }
 };
 
 // A value whose elements are results of conversions (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, never the empty value.

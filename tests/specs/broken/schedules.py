@@ -352,6 +352,19 @@ def gathered_under_tags(s: ScheduleBlock) -> None:
     # mend: mk.Tagged(slots=4) => «mk.Sentinel()»
 
 
+def published_under_tags(s: ScheduleBlock) -> None:
+    s["o_proj"].publish("registers")
+    # MK247 `s["o_proj"].publish(` | 'o_proj' cannot publish from registers: 'o_proj' is not dense | use mk.Sentinel() for it and at most
+    # mend: s["o_proj"].publish("registers")\n => s["o_proj"].publish("registers").sync(mk.Sentinel())\n
+
+
+def published_by_the_block(s: ScheduleBlock) -> None:
+    s.finish("block")
+    s["o_proj"].sync(mk.Sentinel()).publish("registers")
+    # MK247 `.publish("registers")` | 'o_proj' cannot publish from registers: no warp of its own finishes | use s.finish("warp")
+    # mend: s.finish("block") => «s.finish("warp")»
+
+
 def parts_of_one_tile(s: ScheduleBlock) -> None:
     s["o_proj"].columns(ways=2)
     # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible

@@ -46,6 +46,16 @@ MK_OP void st_relaxed(V* p, V v) {
   host::store_strong(p, v, false, MK_PC);
 }
 
+// Four words side by side, each a relaxed access of its own.
+MK_OP u32x4 ld_relaxed_words(const u32x4* p) {
+  const u32* w = reinterpret_cast<const u32*>(p);
+  return {ld_relaxed(w), ld_relaxed(w + 1), ld_relaxed(w + 2), ld_relaxed(w + 3)};
+}
+MK_OP void st_relaxed_words(u32x4* p, u32x4 v) {
+  u32* w = reinterpret_cast<u32*>(p);
+  st_relaxed(w, v.x), st_relaxed(w + 1, v.y), st_relaxed(w + 2, v.z), st_relaxed(w + 3, v.w);
+}
+
 MK_OP u32 ld_acquire(const u32* p) { return host::load_strong(p, true, MK_PC); }
 
 MK_OP void st_release(u32* p, u32 v) { host::store_strong(p, v, true, MK_PC); }
@@ -174,6 +184,16 @@ MK_PTX void st_relaxed<u32x4>(u32x4* p, u32x4 v) {
       "st.relaxed.gpu.global.b128 [%0], q;\n\t}" ::"l"(p),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
       : "memory");
+}
+
+// A vector is four operations to the memory model, each of which meets stores of its own word.
+MK_PTX u32x4 ld_relaxed_words(const u32x4* p) {
+  u32x4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+MK_PTX void st_relaxed_words(u32x4* p, u32x4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 MK_PTX u32 ld_acquire(const u32* p) {
