@@ -6,10 +6,12 @@ from megadsl.dsl.kernel import Kernel, kernel
 from megadsl.dsl.schedule import schedule
 from megadsl.dsl.tensor import KVCache, Layer, Tensor
 from megadsl.ir.schedule import Flag, Sentinel, Tagged
+from megadsl.machine import ARCHES
 from megadsl.types import DType, Level
 from megadsl.version import __version__
 
 __all__ = [
+    "ARCHES",
     "DType",
     "Flag",
     "KVCache",

@@ -16,7 +16,8 @@ constexpr u32 kBatch = 6;  // row groups whose partial sums meet at once
 constexpr u32 kThreads = 320;
 using Block = mk::Block<kTokens, 8, 0, true>;
 using Finisher = mk::Finisher<Block>;
-using LoaderRing = mk::Ring<7, 28672>;  // weights
+using Copies = mk::BulkCopies;
+using LoaderRing = mk::Ring<7, 28672, Copies>;  // weights
 using QkvProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
 using OProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
 using GateUpProjTiles = mk::Tiles<18, 1, 1, 1, ~0u, 3>;
@@ -104,7 +105,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
     cx.layer = walk.layer;
     // tape: the loads of all ops in turn  [llama.py:10]
     tape.play(due.first, due.last);
-    more = walk.next(tape.step) && !mk::given_up(cx);
+    more = walk.next(tape.step) && !tape.given_up();
   }
   cx.layer = 0;
   tape.loader.drain();
@@ -384,7 +385,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
     // lm_head: 49152 x 576  [llama.py:50]
     {
       mk::begin_op(cx, block);
-      mk::release_rows(block, step, steps);
+      mk::release_rows<Copies>(block, step, steps);
       const mk::RowGroups own = mk::own_groups(cx, s.lm_head);
       mk::Best best;
       const float per_column = 1.0f / float(s.lm_head.columns);  // here, where the block waits anyway
@@ -422,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
   if (mk::ptx::thread_id() == 0) {
     ring_loader.init(Block::kWarps);
-    mk::ptx::fence_mbarrier_init();
+    Copies::fence_barriers();
   }
   if (mk::ptx::thread_id() == kThreads - 1) {
     mk::ptx::st_shared<u32>(smem.at<u32>(s.step.meeting), 0u);

@@ -52,6 +52,7 @@ class _Translated(BytecodeCache):
 
 
 _TRANSLATED = _Translated()
+_COPIES = {"bulk": "BulkCopies", "lanes": "LaneCopies"}  # copies.h
 
 
 def emit(plan: Plan) -> str:
@@ -111,6 +112,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "begin_name": begin_name,
         "ring_name": lambda role: f"ring_{ident(role)}",
         "ring_type": lambda role: f"{_camel(role)}Ring",
+        "copies_type": _COPIES[plan.tunables.copies],
+        "one_lane": " && mk::ptx::lane_id() == 0" if plan.tunables.copies == "bulk" else "",
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),

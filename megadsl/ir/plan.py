@@ -221,6 +221,7 @@ class Tunables:
     loader_registers: int
     head_dim: int
     rope_dim: int
+    copies: str  # how a loader fills a stage: "bulk", one lane at once, or "lanes", those of its warp, 16 bytes each
     finishes: bool  # a warp behind the consumers' adds what they multiply, and publishes
 
 

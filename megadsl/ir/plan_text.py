@@ -47,6 +47,8 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"registers move: {plan.tunables.consumer_registers} of a consumer's thread, {plan.tunables.loader_registers} of a loader's"
     if s.scope == "op":
         yield f"one op of one layer a launch, blocks to an SM: {s.resident}"
+    if plan.tunables.copies == "lanes":
+        yield "stages are copied by all lanes of a loader's warp, 16 bytes each"
     for role, ring in s.rings:
         window = f"window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
         yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, {window}"

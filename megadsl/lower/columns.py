@@ -9,11 +9,18 @@ from megadsl.ir.graph import Linear
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.operands import needs_whole_rows, prologue_values
 from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.machine import machine
 from megadsl.types import KIB, ceil_div
 
 CHUNK_BUDGET = 64 * KIB  # activations beyond this are gathered in parts or column chunks rather than squeezing the ring
+CHUNK_SHARE = 0.3  # or beyond this much of a block's shared memory, where it is less
 PART_BYTES = 4  # of a part of a product: fp32
 SUMS_BUDGET = 16 * KIB  # of products with some chunks of the columns, while the next chunk is gathered
+
+
+def chunk_budget(arch: str) -> int:
+    """Bytes of activations that a block of the architecture gathers at once."""
+    return min(CHUNK_BUDGET, int(CHUNK_SHARE * machine(arch).smem_per_block))
 
 
 def share_begin(n: int, parts: int, offset: int, i: int) -> int:
@@ -56,16 +63,17 @@ def why_whole(op: Linear) -> str:
     return "" if tiling(op).pieces > 1 else "they are one tile"
 
 
-def default_ways(op: Linear, blocks: int, tokens: int, batch: int) -> int:
-    """Parts for the columns of ``op``: 1 where its input fits a block's shared memory at once, else what makes blocks poll least.
+def default_ways(op: Linear, blocks: int, tokens: int, batch: int, budget: int) -> int:
+    """Parts for the columns of ``op``: 1 where its input fits ``budget`` bytes of a block's shared memory at once, else what makes
+    blocks poll least.
 
     A split costs a hop between blocks more, so it must spare many bytes.
     """
     tiles = tiling(op)
-    if why_whole(op) or tiles.columns_padded * tokens * 2 * len(prologue_values(op)) <= CHUNK_BUDGET:
+    if why_whole(op) or tiles.columns_padded * tokens * 2 * len(prologue_values(op)) <= budget:
         return 1
     ways = [w for w in range(1, tiles.pieces + 1) if tiles.pieces % w == 0]
-    return min(ways, key=lambda w: polled_bytes(op, w, blocks, tokens, batch))
+    return min(ways, key=lambda w: polled_bytes(op, w, blocks, tokens, batch, budget))
 
 
 def groups_between_gathers(own: int, tokens: int, batch: int) -> int:
@@ -74,11 +82,11 @@ def groups_between_gathers(own: int, tokens: int, batch: int) -> int:
     return min(max(own, 1), most if most < batch else most // batch * batch)
 
 
-def polled_bytes(op: Linear, ways: int, blocks: int, tokens: int, batch: int) -> int:
+def polled_bytes(op: Linear, ways: int, blocks: int, tokens: int, batch: int, budget: int) -> int:
     """About what the busiest block polls of the op's input and of its parts."""
     tiles, operands = tiling(op), len(prologue_values(op))
     own = ceil_div(tiles.shares * ways, blocks) * tiles.fold
     part = tiles.columns_padded // ways * tokens * 2 * operands
-    times = 1 if part <= CHUNK_BUDGET else ceil_div(min(own, tiles.groups), groups_between_gathers(own, tokens, batch))
+    times = 1 if part <= budget else ceil_div(min(own, tiles.groups), groups_between_gathers(own, tokens, batch))
     added = ceil_div(tiles.shares, blocks) * tiles.fold * GROUP_ROWS * tokens * PART_BYTES * ways if ways > 1 else 0
     return part * times * min(ways, ceil_div(own, tiles.groups)) + added

@@ -12,7 +12,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
-from megadsl.lower.columns import CHUNK_BUDGET, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
+from megadsl.lower.columns import chunk_budget, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
@@ -142,7 +142,7 @@ def chunk_pieces(op: Linear, graph: Graph, schedule: Schedule) -> int:
         return tiles.pieces
     column_bytes = tiles.tile_columns * graph.tokens * 2 * len(prologue_values(op))
     pieces = tiles.pieces // ways
-    each, most = column_bytes, CHUNK_BUDGET
+    each, most = column_bytes, chunk_budget(schedule.arch)
     if is_wide(op, schedule, graph.tokens):
         each, most = wide_registers(op, schedule, graph.tokens), WIDE_REGISTERS
     fitting = [n for n in range(1, pieces + 1) if pieces % n == 0 and n * each <= most]

@@ -146,6 +146,7 @@ def _plan(state: Lowering) -> None:
             loader_registers=block.loader,
             head_dim=max((op.head_dim for op in attentions), default=0),
             rope_dim=max(ropes, default=0),
+            copies="bulk" if state.machine.bulk else "lanes",
             finishes=finishers(schedule) > 0,
         ),
         programs=state.programs,

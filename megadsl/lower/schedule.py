@@ -8,9 +8,10 @@ from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
-from megadsl.lower.columns import default_ways, part_shares, share_begin, why_whole
+from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
+from megadsl.lower.heads import parts_bytes
 from megadsl.lower.operands import takes_chunks
 from megadsl.lower.threads import MIN_REGISTERS, WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
@@ -21,6 +22,8 @@ from megadsl.types import KIB, MIB, ceil_div, round_up
 LOADER = "loader"
 CONSUMER = "consumer"
 CONSUMER_WARPS = 8
+FEWER_WARPS = 4  # where what they leave of an attention would take more than PARTS_SHARE of a block's shared memory
+PARTS_SHARE = 0.6
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
 SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
@@ -117,20 +120,26 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     meeting = window if few else MEETING_BYTES
     small = _loop_bytes(graph) <= SMALL_LAYER
     residual = "block" if small or graph.tokens > FEW_TOKENS else "exchange"
-    ops = tuple(_default_op(op, count, graph.tokens, residual) for op in graph.ops)
+    budget = chunk_budget(machine.arch)
+    ops = tuple(_default_op(op, count, graph.tokens, residual, budget) for op in graph.ops)
     edges = tuple(EdgeSchedule(v.name, v.producer, Tagged()) for v in graph.values)
     split = [op for op, how in zip(graph.ops, ops, strict=True) if isinstance(op, Attention) or how.ways > 1]
     parts = tuple(EdgeSchedule(f"{op.name}.parts", op.name, Tagged()) for op in split)
     return Schedule(
         arch=machine.arch,
         blocks=count,
-        roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", CONSUMER_WARPS)),
+        roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", _consumer_warps(graph, machine))),
         rings=((LOADER, Ring("weights", 0, SMALL_STAGE if few else STAGE_BYTES, window, meeting)),),
         ops=ops,
         edges=edges + parts,
         batch=_batch(graph, count),
         max_kv=max_kv,
     )
+
+
+def _consumer_warps(graph: Graph, machine: Machine) -> int:
+    parts = max((parts_bytes(op, graph.tokens, CONSUMER_WARPS) for op in graph.ops if isinstance(op, Attention)), default=0)
+    return CONSUMER_WARPS if parts <= PARTS_SHARE * machine.smem_per_block else FEWER_WARPS
 
 
 def best_blocks(graph: Graph, machine: Machine) -> int:
@@ -168,13 +177,13 @@ def _largest_bytes(op: Linear, blocks: int) -> int:
     return ceil_div(tiles.shares, blocks) * tiles.share_bytes
 
 
-def _default_op(op: Op, blocks: int, tokens: int, residual: str) -> OpSchedule:
+def _default_op(op: Op, blocks: int, tokens: int, residual: str, budget: int) -> OpSchedule:
     """``residual``: polling those of few tokens costs less than the barrier behind which a block keeps them. A small model's layers, whose
     blocks have little else to do, and many tokens keep them."""
     name = op.name
     if isinstance(op, Attention):
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=_splits(op, blocks, tokens))
-    ways = default_ways(op, blocks, tokens, BATCH) if isinstance(op, Linear) else 1
+    ways = default_ways(op, blocks, tokens, BATCH, budget) if isinstance(op, Linear) else 1
     after = isinstance(op, Linear) and factored(op) is not None
     if not isinstance(op, Linear) or not kept_values(op):
         residual = "block"
@@ -364,7 +373,7 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
 
 
 def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, asked: Overrides, found: Collector) -> None:
-    for feature in ("bulk_copy", "mbarrier"):
+    for feature in ("async_copy", "mbarrier"):
         if feature not in machine.features:
             found.add(LACKS, graph.span, what="the ring", feature=feature, arch=machine.arch, having=_having(feature))
     for role, ring in schedule.rings:

@@ -150,6 +150,8 @@ MK_FN void cluster_wait() {
 MK_FN void exit_lane() {
   Lane& me = *rt.lane;
   Warp& w = *me.warp;
+  for (const LaneLoad& l : rt.uncounted)
+    if (l.by == &me) fault("a lane ends with loads on their way that no mbarrier counts");
   me.state = State::kExited;
   w.alive &= ~me.bit;
   w.ready &= ~me.bit;

@@ -68,14 +68,22 @@ MK_FN u64 mbar_add_tx(const MbarWord& w, long bytes) {
   return static_cast<u64>(tx + kTxBias);
 }
 
-MK_FN void mbar_arrive_once(char* b, u32 expect_bytes, detect::Pc pc) {
+MK_FN MbarWord mbar_take_arrival(const char* b) {
   MbarWord w = mbar_read(b);
   if (w.pending == 0) fault("more arrivals on an mbarrier than the %u of its phase", static_cast<u32>(w.expected));
-  w.tx = mbar_add_tx(w, expect_bytes);
   w.pending -= 1;
+  return w;
+}
+
+MK_FN void mbar_arrive_once(char* b, u32 expect_bytes, detect::Pc pc) {
+  MbarWord w = mbar_take_arrival(b);
+  w.tx = mbar_add_tx(w, expect_bytes);
   detect::barrier_arrived(b, pc);
   mbar_update(b, w);
 }
+
+// Of a lane whose loads have landed. It says nothing of what else the lane did before: PTX promises no release.
+MK_FN void mbar_arrive_landed(char* b) { mbar_update(b, mbar_take_arrival(b)); }
 
 // One arrival, after expecting that many bytes.
 MK_FN void mbar_arrive(char* b, u32 expect_bytes, detect::Pc pc) {

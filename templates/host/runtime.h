@@ -85,6 +85,13 @@ struct Block {
 
 struct WatchRecord;
 
+// What becomes of an agent's barrier when it completes.
+enum class Counts : u32 {
+  kBytes,    // they are counted
+  kNothing,  // a lane's load: its arrival comes behind it
+  kArrival,  // of a lane, all of whose loads have landed; copies nothing
+};
+
 // A copy or a remote store on its way.
 struct Agent {
   u64 due, order;
@@ -93,6 +100,14 @@ struct Agent {
   u32 bytes;
   char* barrier;
   char payload[16];
+  Counts counts;
+};
+
+// A lane's load that no barrier counts yet.
+struct LaneLoad {
+  const Lane* by;
+  char* dst;
+  const char* src;
 };
 
 constexpr u32 kWatchBuckets = 4096;
@@ -125,6 +140,7 @@ struct Runtime {
 
   std::vector<Agent> agents;  // heap, earliest on top
   u64 agents_issued;
+  std::vector<LaneLoad> uncounted;
   StackPool stacks;
 };
 

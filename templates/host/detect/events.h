@@ -132,16 +132,17 @@ MK_FN void copy_issued(const Agent& a, const void* pc) {
   BarrierState* b = barrier_at(a.barrier);
   if (b == nullptr) return;
   Region& arenas = shadow.regions[kBufferCount];
+  const u8 proxy = a.counts == Counts::kBytes ? kAsync : 0;  // a lane's loads are of the generic proxy
   Access now = access_by(l, kStrong | kWrite, 8, offset_of(pc));
-  access(l, arenas, reinterpret_cast<u64>(a.barrier), 8, now);
-  now = {kInFlight, 0, now.pc, now.context, static_cast<u16>(b->component), kAsync, 16, now.site, now.layer};
-  if (!b->fenced) report_race(kUnfencedBarrier, arenas, reinterpret_cast<u64>(a.barrier), now, b->initialised, b->initialiser % kWarpSize);
-  b->fenced = true;
+  if (proxy != 0) access(l, arenas, reinterpret_cast<u64>(a.barrier), 8, now);
+  now = {kInFlight, 0, now.pc, now.context, static_cast<u16>(b->component), proxy, 16, now.site, now.layer};
+  if (proxy != 0 && !b->fenced) report_race(kUnfencedBarrier, arenas, reinterpret_cast<u64>(a.barrier), now, b->initialised, b->initialiser % kWarpSize);
+  if (proxy != 0) b->fenced = true;
   if (a.src != nullptr) {
     const u64 source = reinterpret_cast<u64>(a.src);
     if (Region* r = region_of(source)) access(l, *r, source, a.bytes, now);
   }
-  now.flags = kAsync | kWrite;
+  now.flags = proxy | kWrite;
   access(l, arenas, reinterpret_cast<u64>(a.dst), a.bytes, now);
 }
 

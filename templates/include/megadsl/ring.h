@@ -4,12 +4,13 @@
 // The loader runs ahead as far as the ring is deep; bytes in flight (issued, not landed) are bounded separately, because
 // every critical-path load of the SM queues behind them.
 #pragma once
-#include "megadsl/wait.h"
+#include "megadsl/copies.h"
 
 namespace mk {
 
-template <u32 kStages_, u32 kStageBytes_>
+template <u32 kStages_, u32 kStageBytes_, class Copies_ = BulkCopies>
 struct Ring {
+  using Copies = Copies_;
   static constexpr u32 kStages = kStages_;
   static constexpr u32 kStageBytes = kStageBytes_;
 
@@ -21,7 +22,7 @@ struct Ring {
 
   MK_DEV void init(u32 consumer_warps) const {
     for (u32 i = 0; i < kStages; ++i) {
-      ptx::mbar_init(full + i, 1);
+      ptx::mbar_init(full + i, Copies::kArrivals);
       ptx::mbar_init(empty + i, consumer_warps);
     }
   }
@@ -51,12 +52,16 @@ struct Window {
   MK_DEV Window in_stages(u32 stage_bytes, u32 stages) const {
     return {min_u32(max_u32(usual / stage_bytes, 1), stages), min_u32(max_u32(at_meetings / stage_bytes, 1), stages), meeting};
   }
-  MK_DEV u32 now() const { return usual == at_meetings || ptx::ld_shared_volatile(meeting) == 0 ? usual : at_meetings; }
+  template <class Copies>
+  MK_DEV u32 now() const {
+    return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings;
+  }
 };
 
-// The producing end. One lane uses it.
+// The producing end. One lane uses it, or all of a warp do the same.
 template <class R>
 struct Loader {
+  using Copies = typename R::Copies;
   static constexpr u32 kStageBytes = R::kStageBytes;
 
   const Context& cx;
@@ -71,16 +76,15 @@ struct Loader {
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
     trace_copy(cx);
-    while (in_flight >= window.now())
+    while (in_flight >= window.template now<Copies>())
       if (!retire(site, tile)) return;
     trace_window(cx);
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
-    if (!wait_barrier(cx, site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
+    if (!wait_for(site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
     trace_free(cx);
     last_site = site;
     chaos(cx, Place::kIssue, site, tile);
-    ptx::mbar_arrive_expect_tx(ring.full + issued.slot, bytes);
-    ptx::bulk_load(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
+    Copies::copy(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
     issued.advance();
     ++in_flight;
     trace_issue(cx, site, bytes, in_flight);
@@ -91,7 +95,7 @@ struct Loader {
     for (; in_flight != 0; --in_flight, landed.advance()) {
       bool done = false;
       for (u32 polls = 0; !done && polls < kDrainPolls; ++polls) {
-        done = ptx::mbar_try_wait(ring.full + landed.slot, landed.parity);
+        done = Copies::passed(ring.full + landed.slot, landed.parity);
         if (!done) ptx::poll_pause({last_site, cx.layer, 0, 0, 0});
       }
     }
@@ -100,8 +104,14 @@ struct Loader {
  private:
   static constexpr u32 kDrainPolls = 1u << 22;
 
+  MK_DEV bool wait_for(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
+    return Copies::wait(cx, site, tile, parity, [&](u32& observed) {
+      observed = parity ^ 1;
+      return Copies::passed(barrier, parity);
+    });
+  }
   MK_DEV bool retire(u32 site, u32 tile) {
-    if (!wait_barrier(cx, site, tile, ring.full + landed.slot, landed.parity)) return false;
+    if (!wait_for(site, tile, ring.full + landed.slot, landed.parity)) return false;
     landed.advance();
     --in_flight;
     return true;
@@ -125,14 +135,15 @@ struct Reader {
   MK_DEV smem_ptr<char> wait_stage(u32 site, u32 tile, u32 ahead = 0) const {
     Cursor<R::kStages> there = at;
     for (u32 i = 0; i < ahead; ++i) there.advance();
-    wait_barrier(cx, site, tile, ring.full + there.slot, there.parity);
+    wait_barrier<typename R::Copies>(cx, site, tile, ring.full + there.slot, there.parity);
     return ring.stage(there.slot);
   }
   // Waits for the next `count` stages, one after the other: code of one wait. The i-th is then stage(i).
   MK_DEV void wait_stages(u32 site, u32 tile, u32 count) const {
     Cursor<R::kStages> there = at;
 #pragma unroll 1
-    for (u32 i = 0; i < count; ++i, there.advance()) wait_barrier(cx, site, tile + i, ring.full + there.slot, there.parity);
+    for (u32 i = 0; i < count; ++i, there.advance())
+      wait_barrier<typename R::Copies>(cx, site, tile + i, ring.full + there.slot, there.parity);
   }
   MK_DEV smem_ptr<char> stage(u32 ahead) const {
     const u32 slot = at.slot + ahead;

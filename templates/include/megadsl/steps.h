@@ -65,10 +65,10 @@ MK_DEV u32 gates_before(const Step& step, u32 rounds) { return step.epoch * roun
 MK_DEV Step step_after(const Step& step) { return {step.epoch + 1, step.kv_len + step.tokens, 1}; }
 
 // Behind a barrier of the block that comes after its last row is appended; by the thread that will publish the winner.
-template <class B>
+template <class Copies, class B>
 MK_DEV void release_rows(const B& block, const Step& step, const Steps& steps) {
   if (block.thread + 1 != step.tokens || steps.last(step)) return;
-  ptx::fence_proxy_async();
+  Copies::fence_rows();
   ptx::fence_acq_rel_gpu();
 }
 

@@ -85,6 +85,8 @@ struct Walk {
 // kWindows: some attention sees a window of the rows.
 template <class R, bool kWindows = false>
 struct Tape {
+  using Copies = typename R::Copies;
+
   const Context& cx;
   const Buffers& buffers;
   Loader<R> loader;
@@ -101,8 +103,10 @@ struct Tape {
     const u64 words[7] = {u32(e.kind) | u64(e.site) << 32, e.base | u64(e.layer_stride) << 32, e.bytes | u64(e.step) << 32,
                           e.tile | u64(e.repeats) << 32,   e.policy,                           e.stride | u64(e.units) << 32,
                           e.splits | u64(e.splits_inverse) << 32};
+    if (Copies::leads()) {
 #pragma unroll
-    for (u32 i = 0; i < 7; ++i) ptx::st_shared<u64>(to + i, words[i]);
+      for (u32 i = 0; i < 7; ++i) ptx::st_shared<u64>(to + i, words[i]);
+    }
     ++size;
   }
   MK_DEV TapeEntry entry(u32 index) const {
@@ -151,7 +155,10 @@ struct Tape {
   // What follows waits until the rows that the step before appended may be copied.
   MK_DEV void rows(u32 site, u32 offset) { add({Play::kRows, site, 0, 0, 0, 0, 0, 1, 0, offset, 0, 0, 0}); }
 
+  MK_DEV bool given_up() const { return Copies::any(mk::given_up(cx)); }
+
   MK_DEV void play(u32 first, u32 last) {
+    Copies::meet();
 #pragma unroll 1
     for (u32 index = first; index < last; ++index) {
       const TapeEntry e = entry(index);
@@ -192,17 +199,20 @@ struct Tape {
 #pragma unroll 1
     for (u32 done = 0; done < run.bytes; done += e.step, ++tile) {
       const u32 bytes = min_u32(e.step, run.bytes - done);
-      if (e.kind == Play::kPrefetch)
-        ptx::bulk_prefetch_l2(run.source + done, bytes);
-      else
-        loader.load(e.site, tile, run.source + done, bytes, e.policy);
+      if constexpr (Copies::kPrefetches) {
+        if (e.kind == Play::kPrefetch) {
+          Copies::prefetch(run.source + done, bytes);
+          continue;
+        }
+      }
+      loader.load(e.site, tile, run.source + done, bytes, e.policy);
     }
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
     const u32 due = e.kind == Play::kRows ? step.epoch : gates_before(step, gates) + cx.layer + 1;
     trace_copy(cx);
-    wait(cx, e.site, 0, due, [&](u32& observed) {
+    Copies::wait(cx, e.site, 0, due, [&](u32& observed) {
       observed = ptx::ld_shared_acquire(gate);
       return i32(observed - due) >= 0;  // where nothing is loaded for the op, the consumers may be layers ahead
     });

@@ -94,7 +94,7 @@ MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt at
 // The same for a whole warp: all lanes call it together, and leave it together once the attempt of each has returned true. Lanes that leave one by
 // one also go on one by one, and a collective behind that takes the slow way to bring them together (docs/performance.md, step 35).
 template <u32 kAtOnce = 1, class Attempt>
-MK_DEV void wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
+MK_DEV bool wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
   bool there = false;
   ptx::poll_begin(site, cx.layer);
@@ -103,18 +103,10 @@ MK_DEV void wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attem
 #pragma unroll 1
     for (u32 i = 0; i < kAtOnce; ++i) {
       there = (ptx::kParks && there) || attempt(observed) || ptx::skips_wait();  // a lane that may park does not poll again
-      if (MK_LIKELY(ptx::all(there))) return;
+      if (MK_LIKELY(ptx::all(there))) return true;
     }
-    if (ptx::any(detail::gives_up(cx, site, tile, expected, observed, there ? 0 : polls))) return;
+    if (ptx::any(detail::gives_up(cx, site, tile, expected, observed, there ? 0 : polls))) return false;
   }
-}
-
-// Waits for the phase of an mbarrier to complete.
-MK_DEV bool wait_barrier(const Context& cx, u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) {
-  return wait(cx, site, tile, parity, [&](u32& observed) {
-    observed = parity ^ 1;
-    return ptx::mbar_try_wait(barrier, parity);
-  });
 }
 
 // A planted fault for tests of the watchdog: a build with -DMK_LOST_SIGNAL=<site> never sends that signal.

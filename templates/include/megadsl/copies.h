@@ -1,0 +1,68 @@
+// How the bytes of a ring's stage come to shared memory: by what the machine has (machine.py), chosen by a type.
+#pragma once
+#include "megadsl/wait.h"
+
+namespace mk {
+
+// One lane asks for a whole stage, and the stage's barrier counts the bytes. That lane is the loader.
+struct BulkCopies {
+  static constexpr u32 kArrivals = 1;        // at a stage's `full`, in each phase
+  static constexpr bool kPrefetches = true;  // into L2, in bulk as well
+
+  MK_DEV static bool leads() { return true; }
+  MK_DEV static void meet() {}
+  MK_DEV static bool any(bool p) { return p; }
+  template <class Attempt>
+  MK_DEV static bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
+    return mk::wait(cx, site, tile, expected, attempt);
+  }
+  MK_DEV static bool passed(smem_ptr<u64> barrier, u32 parity) { return ptx::mbar_try_wait(barrier, parity); }
+  MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
+    ptx::mbar_arrive_expect_tx(full, bytes);
+    ptx::bulk_load(stage, source, bytes, full, policy);
+  }
+  MK_DEV static void prefetch(const char* source, u32 bytes) { ptx::bulk_prefetch_l2(source, bytes); }
+  // The copies are of the asynchronous proxy. What orders barriers and rows before those of other threads:
+  MK_DEV static void fence_barriers() { ptx::fence_mbarrier_init(); }
+  MK_DEV static void fence_rows() { ptx::fence_proxy_async(); }
+};
+
+// All lanes of the loader's warp copy a stage together, 16 bytes each at a time, and each arrives at the stage's barrier when its own
+// bytes have landed. The warp goes on as one: its lanes wait together, and what each of them sees for itself they agree about.
+struct LaneCopies {
+  static constexpr u32 kArrivals = kWarpSize;
+  static constexpr bool kPrefetches = false;
+
+  // Which lane writes what all of them read behind meet().
+  MK_DEV static bool leads() { return ptx::lane_id() == 0; }
+  MK_DEV static void meet() { ptx::syncwarp(); }
+  MK_DEV static bool any(bool p) { return ptx::any(p); }
+  template <class Attempt>
+  MK_DEV static bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
+    return wait_warp<ptx::kPollsAtOnce>(cx, site, tile, expected, attempt);
+  }
+  MK_DEV static bool passed(smem_ptr<u64> barrier, u32 parity) { return ptx::mbar_test_wait(barrier, parity); }
+  MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
+#pragma unroll 4
+    for (u32 at = ptx::lane_id() * kCopyBytes; at < bytes; at += kWarpSize * kCopyBytes)
+      ptx::lane_load(stage.template at<char>(int(at)), source + at, policy);
+    ptx::mbar_arrive_loaded(full);
+  }
+  // The copies are the lanes' own: what orders other accesses of theirs orders these.
+  MK_DEV static void fence_barriers() {}
+  MK_DEV static void fence_rows() {}
+
+ private:
+  static constexpr u32 kCopyBytes = 16;
+};
+
+// Waits for the phase of an mbarrier to complete.
+template <class Copies>
+MK_DEV bool wait_barrier(const Context& cx, u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) {
+  return wait(cx, site, tile, parity, [&](u32& observed) {
+    observed = parity ^ 1;
+    return Copies::passed(barrier, parity);
+  });
+}
+
+}  // namespace mk
