@@ -114,6 +114,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
     return {
         "model": model,
         "arch": target.arch,
+        "proof": target.proof,
         "schedule": chosen.fields(),
         "checked": checked,
         "tokens": graph.tokens,

@@ -34,7 +34,7 @@ ROW_KEYS = {
     *("ms", "ms_p10", "ms_p90", "of_floor", "floor_ms", "replays", "replays_that_differ", "host_us_per_launch"),
     *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch", "several_steps_a_launch"),
 }
-ABOUT_KEYS = {"model", "weights", "device", "torch", "cuda", "clock", "l2_cleared", "rows"}
+ABOUT_KEYS = {"model", "arch", "weights", "device", "torch", "cuda", "clock", "l2_cleared", "rows"}
 BASELINE_KEYS = {"name", "attention", "prepare_s", "ms", "ms_p10", "ms_p90", "of_floor", "error", "failure"}
 
 

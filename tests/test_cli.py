@@ -110,7 +110,7 @@ def test_no_arguments_shows_the_commands(run_cli: Cli) -> None:
 def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None:
     code, out, _ = run_cli("compile", "smollm2-135m", "--tokens", "4", "--out", str(tmp_path / "out"))
     assert code == 0
-    assert out == f"report of smollm2-135m\nwritten to {tmp_path / 'out'}\n"
+    assert out == f"report of smollm2-135m\nkernels for sm_90a: run on H200\nwritten to {tmp_path / 'out'}\n"
     options = {"config": None, "arch": "sm_90a", "tokens": 4, "max_kv": None, "blocks": None, "schedule": None, "check": True}
     assert asked == {"model": "smollm2-135m", **options}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megadsl.machine import runs
+
 try:
     from cuda.bindings import driver as _driver
 except ImportError:  # the cuda extra is not installed
@@ -21,8 +23,8 @@ class Gpu:
     cooperative: bool
 
     def runs(self, arch: str) -> bool:
-        """Whether code for ``arch`` ("sm_90a": with features of this very architecture) runs on it."""
-        return arch.rstrip("af") == self.arch
+        """Whether kernels for ``arch`` ("sm_90a") run on it, compiled for it where that is another."""
+        return runs(arch, self.arch)
 
 
 def bindings_installed() -> bool:

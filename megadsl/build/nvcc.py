@@ -12,6 +12,7 @@ from pathlib import Path
 from megadsl.build.cache import cached, headers_digest
 from megadsl.build.toolchain import find_tool
 from megadsl.diagnostics import declare, error
+from megadsl.machine import code_for, virtual
 
 NVCC_FAILED = declare(
     "MK302",
@@ -48,9 +49,12 @@ def build_cubin(
     include_dirs: Sequence[Path],
     defines: Mapping[str, str],
     keep: Sequence[str] = (),
+    on: str | None = None,
 ) -> CubinResult:
     """Compile ``source`` (the text of a kernel.cu) for ``arch`` ("sm_90a"), or take it from the cache.
 
+    ``on`` is the architecture of the GPU that is to run it ("sm_90"; default: the one it is for): where that is newer, the kernel's
+    PTX is ``arch``'s and its machine code the GPU's.
     ``keep`` lists stages (keys of STAGES) to copy to the keep folder, on top of those in MEGADSL_KEEP. The cache key is the
     compiler's build, the flags, the source and every header under ``include_dirs``. Raises MK302 with nvcc's own lines.
     """
@@ -58,7 +62,7 @@ def build_cubin(
     nvcc = find_tool("nvcc")
     keep_text("cu", source, wanted)
     flags = [
-        *("-cubin", f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"),
+        *("-cubin", f"-gencode=arch={virtual(arch)},code={code_for(arch, on or arch)}"),
         *("-std=c++17", "-O3", "-lineinfo", "--ptxas-options=-v"),
         *(f"-D{name}={value}" for name, value in sorted(defines.items())),
     ]

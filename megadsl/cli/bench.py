@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, numbers, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, numbers, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -40,6 +40,7 @@ def command(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON.")] = None,
     device: On = Device.AUTO,
     config: Config = None,
+    arch: Arch = DEFAULT_ARCH,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
     schedule: Schedule = None,
@@ -53,13 +54,12 @@ def command(
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
 
-    counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device)
+    counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device, arch)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
-    rows: list[Row] = []
+    own, rows = blocks_on(chosen, blocks), list[Row]()
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
-        own = {"tokens": count, "max_kv": room, "blocks": blocks_on(chosen, blocks)}
-        shared: dict[str, Any] = {"config": config, "arch": DEFAULT_ARCH, "schedule": schedule, **own}
+        shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "tokens": count, "max_kv": room, "blocks": own}
         apart = _apart(model, shared) if beside and baseline is not Baseline.NONE else None
         return Subject(compile_model(model, **shared), chosen.value, options, apart, steps if beside else 1)
 
@@ -67,7 +67,7 @@ def command(
         subject = subject_of(count, beside=True)
         about = describe(subject)
         if not rows:
-            typer.echo(f"{about['model']} on {about['device']}; {about['clock']}")
+            typer.echo(f"{about['model']} for {about['arch']} on {about['device']}; {about['clock']}")
         for length in lengths:
             rows.append(subject.measure(length, replays, baseline, baseline_budget))
             typer.echo("\n".join(rows[-1].lines()))

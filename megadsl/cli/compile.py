@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Tokens
-from megadsl.machine import DEFAULT_ARCH
+from megadsl.machine import DEFAULT_ARCH, machine
 
 EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
 
@@ -35,4 +35,5 @@ def command(
     compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)
+    typer.echo(f"kernels for {arch}: {machine(arch).proof}")
     typer.echo(f"written to {out}")

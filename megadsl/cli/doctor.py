@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import typer
 
 from megadsl.diagnostics import MegadslError
+
+if TYPE_CHECKING:
+    from megadsl.build.gpus import Gpu
 
 EXAMPLE = "Example: megadsl doctor"
 
@@ -59,6 +63,7 @@ def _findings() -> Iterator[Finding]:
     yield _tool("nvcc")
     yield _tool("nvdisasm")
     yield from _gpu()
+    yield from _architectures()
     yield _host_compiler()
     yield _torch()
     yield _cache()
@@ -83,7 +88,7 @@ def _missing(what: str, problem: MegadslError, needed_by: frozenset[str]) -> Fin
 
 def _gpu() -> Iterator[Finding]:
     from megadsl.build.gpus import bindings_installed, driver_version, gpus
-    from megadsl.machine import DEFAULT_ARCH, machine
+    from megadsl.machine import ARCHES, DEFAULT_ARCH, machine
 
     needed_by = frozenset({CUDA})
     if not bindings_installed():
@@ -100,9 +105,25 @@ def _gpu() -> Iterator[Finding]:
     listed = gpus()
     for index, gpu in enumerate(listed):
         state = f"{gpu.name}, {gpu.arch}, {gpu.sms} SMs, {gpu.memory / 2**30:.0f} GiB"
-        yield Finding(f"GPU {index}", state if gpu.runs(DEFAULT_ARCH) else f"{state}: kernels for {DEFAULT_ARCH} do not run on it")
-    if not any(gpu.runs(DEFAULT_ARCH) for gpu in listed):
-        yield Finding("GPU", f"none that runs {DEFAULT_ARCH}", "use a machine with an H100 or H200, or --device cpu", needed_by)
+        refused = "" if gpu.runs(DEFAULT_ARCH) else f": kernels for {DEFAULT_ARCH} do not run on it{_others(gpu)}"
+        yield Finding(f"GPU {index}", state + refused)
+    if not any(gpu.runs(arch) for gpu in listed for arch in ARCHES):
+        yield Finding("GPU", f"none that runs any of {', '.join(ARCHES)}", "use a machine with an H100 or H200, or --device cpu", needed_by)
+
+
+def _others(gpu: Gpu) -> str:
+    """The last architecture whose kernels a GPU runs, as an option."""
+    from megadsl.machine import ARCHES
+
+    found = [arch for arch in ARCHES if gpu.runs(arch)]
+    return f", those for {found[-1]} do: --arch {found[-1]}" if found else ""
+
+
+def _architectures() -> Iterator[Finding]:
+    from megadsl.machine import MACHINES
+
+    for arch, machine in MACHINES.items():
+        yield Finding(f"kernels for {arch}", machine.proof)
 
 
 def _dotted(driver: int) -> str:

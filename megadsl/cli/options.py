@@ -67,13 +67,13 @@ Schedule = Annotated[
 On = Annotated[Device, typer.Option("--device", help="auto is cuda where there is a GPU for it, else cpu: the emulator.")]
 
 
-def resolve(device: Device) -> Device:
-    """CUDA or CPU, whichever ``device`` means on this machine."""
+def resolve(device: Device, arch: str = DEFAULT_ARCH) -> Device:
+    """CUDA or CPU, whichever ``device`` means on this machine for kernels of ``arch``."""
     from megadsl.build.gpus import gpus
 
     if device is not Device.AUTO:
         return device
-    return Device.CUDA if any(gpu.runs(DEFAULT_ARCH) for gpu in gpus()) else Device.CPU
+    return Device.CUDA if any(gpu.runs(arch) for gpu in gpus()) else Device.CPU
 
 
 def blocks_on(device: Device, blocks: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
@@ -33,6 +33,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
     config: Config = None,
+    arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
@@ -43,9 +44,9 @@ def command(
     from megadsl.dsl.checkpoints import is_checkpoint
     from megadsl.runtime.generate import Generator
 
-    chosen = resolve(device)
+    chosen = resolve(device, arch)
     own = blocks_on(chosen, blocks)
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)
     result = Generator(compiled, weights, chosen.value, steps_per_launch=steps_per_launch).generate(prompt, max_new_tokens)

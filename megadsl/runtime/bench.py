@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 
 from megadsl.diagnostics import declare, error
-from megadsl.machine import machine
 from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
 from megadsl.runtime.bench_baselines import Prepared, Task, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_steps import StepsRow, StepsTrial
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
+from megadsl.runtime.cuda import machine_of
 from megadsl.runtime.generate import Compiled, Generator
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.weights import TensorSource, needed, random_weights
@@ -187,12 +187,12 @@ class Subject:
         self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
         self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
         self._random = torch.Generator(self.device)
-        target = machine(self.manifest["arch"])
-        self.clock = Clock(self.device, target, self.manifest["weight_bytes"])
+        self.machine = machine_of(self.manifest["arch"], self.device)
+        self.clock = Clock(self.device, self.machine, self.manifest["weight_bytes"])
 
     def floor_ms(self, kv: int) -> float:
         """Milliseconds that the bytes of a step on ``kv`` cached rows take."""
-        return 1e3 * floor_seconds(self.graph, machine(self.manifest["arch"]), kv)
+        return 1e3 * floor_seconds(self.graph, self.machine, kv)
 
     def fill(self, rows: int) -> None:
         """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
@@ -302,7 +302,7 @@ def describe(subject: Subject) -> dict[str, Any]:
     """What all rows of a run share, for its JSON: where and how it was measured."""
     gpu = subject.device.type == "cuda"
     return {
-        "model": subject.manifest["model"], "weights": "random",
+        "model": subject.manifest["model"], "arch": subject.manifest["arch"], "weights": "random",
         "device": torch.cuda.get_device_name(subject.device) if gpu else f"emulator on {platform.machine()}",
         "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
         "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,

@@ -20,13 +20,12 @@ import torch
 
 from megadsl.diagnostics import MegadslError
 from megadsl.ir.graph import Attention, Graph
-from megadsl.machine import machine
 from megadsl.reference import EagerModel, Gate, ReferenceModel, gate
 from megadsl.runtime.bench import forced_rows
 from megadsl.runtime.bench_timing import Clock, Contestant
 from megadsl.runtime.contest_kinds import HUNG, REFUSED, WRONG, Kernel, Rows, Unfit
 from megadsl.runtime.control import MegakernelHang
-from megadsl.runtime.cuda import CALL_FAILED
+from megadsl.runtime.cuda import CALL_FAILED, machine_of
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.queue import GPU_BUSY
@@ -65,7 +64,7 @@ class Contest:
         self._arenas: dict[str, torch.Tensor] = {}
         self._kv = torch.zeros(first.manifest["buffers"]["kv"], dtype=torch.uint8, device=where)
         self._runners: OrderedDict[str, Runner] = OrderedDict()
-        self._clock = Clock(self._device, machine(first.manifest["arch"]), first.manifest["weight_bytes"])
+        self._clock = Clock(self._device, machine_of(first.manifest["arch"], self._device), first.manifest["weight_bytes"])
         self._random = torch.Generator().manual_seed(SEED)
         self._ids = self._tokens(graph.tokens)
         self._forced = [self._tokens(graph.tokens) for _ in range(forced_rows(graph.tokens) // graph.tokens)]

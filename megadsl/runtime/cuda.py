@@ -11,7 +11,7 @@ import torch
 
 from megadsl.build.gpus import bindings_installed, driver_version
 from megadsl.diagnostics import declare, error
-from megadsl.machine import machine
+from megadsl.machine import Machine, machine, running, runs
 
 try:
     from cuda.bindings import driver
@@ -68,9 +68,19 @@ def check_gpu(arch: str, device: torch.device) -> None:
         raise error(NO_GPU, why="torch sees none" if torch.version.cuda else "this torch is built without CUDA")
     if (device.index or 0) >= torch.cuda.device_count():
         raise error(NO_GPU, why=f"there is no {device}")
-    found = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    if found != arch.rstrip("af"):
+    found = architecture(device)
+    if not runs(arch, found):
         raise error(WRONG_ARCH, arch=arch, have=found)
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a GPU: "sm_90"."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def machine_of(arch: str, device: torch.device) -> Machine:
+    """The machine that runs a kernel for ``arch`` on ``device``; in the emulator, the one it is for."""
+    return running(arch, architecture(device)) if device.type == "cuda" else machine(arch)
 
 
 def _dotted(version: int) -> str:

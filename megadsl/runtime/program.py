@@ -16,7 +16,7 @@ from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.emulate import Emulator, LaunchReport, Mutant
 from megadsl.resources import include
 from megadsl.runtime.control import ERROR, MOST_STEPS, MOST_STOP_IDS, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
-from megadsl.runtime.cuda import CudaKernel, check_gpu
+from megadsl.runtime.cuda import CudaKernel, architecture, check_gpu
 from megadsl.runtime.kv import KvCache, rope_of, rope_table
 from megadsl.runtime.queue import LaunchQueue
 
@@ -258,7 +258,7 @@ class Program:
         if self.device.type == "cpu":
             self.emulator = emulator = Emulator(build_library(source, [include()], defines), source)
             return lambda: self._emulate(emulator)
-        path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines).path
+        path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines, on=architecture(self.device)).path
         with torch.cuda.device(self.device):
             kernel = CudaKernel(path, self.manifest, list(self.addresses().values()), self.device)
         queue, index = self._queue, self.device.index
