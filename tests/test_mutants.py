@@ -127,7 +127,7 @@ def test_rings_are_small_enough_for_every_release_to_be_waited_for(compiled: Com
 def test_half_of_one_arrival_is_no_mutant(judge: Judge, found: tuple[Place, ...]) -> None:
     halves = [m for m in mutants(found, 10**6) if m.what == "half the arrivals"]
     possible = {m.place.text: judge.judge(m).possible for m in halves}
-    assert possible == {"ptx::mbar_init(full + i, 1);": False, "ptx::mbar_init(empty + i, consumer_warps);": True}
+    assert possible == {"ptx::mbar_init(full + i, Copies::kArrivals);": False, "ptx::mbar_init(empty + i, consumer_warps);": True}
 
 
 def test_without_a_mutant_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch, judge: Judge, found: tuple[Place, ...]) -> None:
@@ -258,7 +258,8 @@ def test_a_word_that_only_hints_is_read_for_the_window_alone() -> None:
     lines = [line.strip() for path in sorted((include() / "megadsl").rglob("*.h")) for line in path.read_text().splitlines()]
     reads = [line for line in lines if re.search(r"ld_shared\w*(<\w+>)?\([^;]*meeting", line)]
     assert [line.startswith("MK_DEV u32 now() const") for line in reads] == [True]
-    assert [line for line in lines if "window.now()" in line] == ["while (in_flight >= window.now())"]
+    asked = [line for line in lines if "window.template now<" in line]
+    assert asked == ["while (in_flight >= window.template now<Copies>())"] and not any("window.now" in line for line in lines)
     assert sum("st_shared_hint(" in line and "MK_" not in line for line in lines) == 1
 
 

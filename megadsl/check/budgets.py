@@ -1,10 +1,11 @@
-"""What the machine has is not overspent: shared memory, warps, registers, barriers, co-resident blocks."""
+"""What the machine has is not overspent: shared memory, warps, registers, barriers, co-resident blocks. And it has all that is used."""
 
 from __future__ import annotations
 
 from megadsl.check.model import Device
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
+from megadsl.ir.plan import Plan
 from megadsl.machine import Machine
 
 WARP_THREADS = 32
@@ -13,6 +14,18 @@ MIN_REGISTERS = 128
 MOST_COPY_BYTES = 2**20 - 1  # an mbarrier's transaction count
 
 OVERSPENT = declare("MK550", "the plan needs {need} {what}, {arch} has {have}", "use less of it: {how}")
+
+
+def needed_features(plan: Plan) -> list[str]:
+    """What a machine must have for the kernel to run on it."""
+    needed = {
+        "bulk_copy": plan.tunables.copies == "bulk",
+        "async_copy": plan.tunables.copies == "lanes",
+        "setmaxnreg": plan.tunables.consumer_registers > 0,
+        "dependent_launch": plan.schedule.scope == "op",
+        "l2_bulk_prefetch": any(op.prefetch.l2_bytes for op in plan.schedule.ops),
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
 
 
 def check_budgets(device: Device, machine: Machine, findings: Findings) -> list[str]:
@@ -33,8 +46,11 @@ def check_budgets(device: Device, machine: Machine, findings: Findings) -> list[
         ("co-resident blocks", plan.schedule.blocks, machine.sms, "at most one block per SM"),
         ("named barriers", NAMED_BARRIERS, machine.named_barriers, "fewer roles that meet"),
         ("registers per thread", MIN_REGISTERS, registers, "fewer warps"),
-        ("bytes in one bulk copy", max((r.stage_bytes for _, r in plan.schedule.rings), default=0), MOST_COPY_BYTES, "smaller stages"),
     ]
+    if plan.tunables.copies == "bulk":
+        most = max((r.stage_bytes for _, r in plan.schedule.rings), default=0)
+        budgets.append(("bytes in one bulk copy", most, MOST_COPY_BYTES, "smaller stages"))
+    budgets += [(f"feature {name!r}", 1, int(name in machine.features), "compile for this machine") for name in needed_features(plan)]
     for what, need, have, how in budgets:
         if need > have:
             rows = [("plan", [f"{need} {what}"]), (machine.arch, [f"{have}"])]

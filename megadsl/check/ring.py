@@ -5,7 +5,8 @@ without changing what the others find. So playing them greedily, once, shows eve
 ends here, they always do; if they are stuck, they always are. Played per kind of block and for several lengths of the KV cache,
 among them none, with every loader, its gates, its ring's stages and the stages that the consumers hold at once.
 
-Phases. `full` has one arrival (the loader's expect_tx) and the copy's bytes, `empty` one of each consumer warp. A slot is filled again
+Phases. `full` has one arrival (the loader's expect_tx) and the copy's bytes, or where the lanes of a loader's warp copy, one of each lane
+behind the bytes that it has copied itself; `empty` has one of each consumer warp. A slot is filled again
 only behind its `empty`, and emptied only behind its `full`, so neither barrier can be a whole round ahead of who waits for it: one parity
 bit tells them apart. The loader's own look at `full`, a window behind, needs window <= stages, to which ring.h clamps it.
 """
@@ -25,6 +26,7 @@ from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces, pass_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.shape import CHUNK_ROWS
+from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import ceil_div
 
@@ -397,10 +399,14 @@ def check_rings(device: Device, findings: Findings) -> list[str]:
         for kv_len in lengths:
             count += _Play(Block(device, block, kv_len, device.turns(TURNS)), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
     rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
+    filled = "one lane asks for a stage, whose barrier counts its bytes"
+    if device.plan.tunables.copies == "lanes":
+        filled = f"all {WARP_THREADS} lanes of a loader's warp copy to each stage and arrive at its barrier, which counts them"
     return [
         f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
         f" x kv_len {', '.join(map(str, lengths))}, {device.turns(TURNS)} steps ({count} actions)",
-        f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; stages, tapes and barriers fit their areas",
+        f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; {filled}; stages, tapes and barriers fit"
+        " their areas",
     ]
 
 

@@ -139,7 +139,7 @@ def mutants(of: Iterable[Place], step_limit: int) -> tuple[Mutant, ...]:
     return tuple(
         Mutant(place, change, step_limit)
         for place in of
-        if not (place.kind is Point.WAIT and place.within("wait_barrier"))
+        if not (place.kind is Point.WAIT and (place.within("wait_barrier") or place.within("Loader::wait_barrier")))
         for change in CHANGES[place.kind]
         if not (change is Change.NARROW and "_shared_" in place.text)
     )

@@ -53,9 +53,7 @@ struct Window {
     return {min_u32(max_u32(usual / stage_bytes, 1), stages), min_u32(max_u32(at_meetings / stage_bytes, 1), stages), meeting};
   }
   template <class Copies>
-  MK_DEV u32 now() const {
-    return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings;
-  }
+  MK_DEV u32 now() const { return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings; }
 };
 
 // The producing end. One lane uses it, or all of a warp do the same.
@@ -80,7 +78,7 @@ struct Loader {
       if (!retire(site, tile)) return;
     trace_window(cx);
     // A slot's first round finds its `empty` barrier in phase 0: waiting for the parity before it passes at once.
-    if (!wait_for(site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
+    if (!wait_barrier(site, tile, ring.empty + issued.slot, issued.parity ^ 1)) return;  // given up: the slot may still be read
     trace_free(cx);
     last_site = site;
     chaos(cx, Place::kIssue, site, tile);
@@ -104,14 +102,14 @@ struct Loader {
  private:
   static constexpr u32 kDrainPolls = 1u << 22;
 
-  MK_DEV bool wait_for(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
+  MK_DEV bool wait_barrier(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
     return Copies::wait(cx, site, tile, parity, [&](u32& observed) {
       observed = parity ^ 1;
       return Copies::passed(barrier, parity);
     });
   }
   MK_DEV bool retire(u32 site, u32 tile) {
-    if (!wait_for(site, tile, ring.full + landed.slot, landed.parity)) return false;
+    if (!wait_barrier(site, tile, ring.full + landed.slot, landed.parity)) return false;
     landed.advance();
     --in_flight;
     return true;
