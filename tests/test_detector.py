@@ -18,9 +18,10 @@ from tests.emulator.harness import launch, room
 SEEDS = range(10)
 SOURCE = (Path(__file__).parent / "emulator" / "detector.cu").read_text().splitlines()
 
-SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ, PHASES = SCENARIOS = range(11)
+SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ, PHASES, LANES = SCENARIOS = range(12)
 ONE_LANE, STALE_PHASE = 1, 2
 EARLY_FREE, NO_LANDING_WAIT, NO_EXPECT, NO_INIT_FENCE = range(1, 5)
+NO_ROOM_WAIT = 3
 
 
 def run(scenario: int, bug: int = 0, seed: int = 0, policy: int = 0) -> tuple[LaunchReport, int]:
@@ -73,6 +74,9 @@ def race(scenario: int, bug: int = 1) -> Race:
         (RING, NO_LANDING_WAIT, "data race", "shared", {("copy write", "bulk_load(slot"), ("read", "ld_shared(slot.at")}),
         (RING, NO_EXPECT, "data race", "shared", {("copy write", "bulk_load(slot"), ("read", "ld_shared(slot.at")}),
         (RING, NO_INIT_FENCE, "mbarrier not fenced", "shared", {("copy read", "bulk_load(slot"), ("write", "mbar_init(full, 1)")}),
+        (LANES, EARLY_FREE, "data race", "shared", {("copy write", "mbar_arrive_loaded(full)"), ("read", "ld_shared(slot.at")}),
+        (LANES, NO_LANDING_WAIT, "data race", "shared", {("copy write", "mbar_arrive_loaded(full)"), ("read", "ld_shared(slot.at")}),
+        (LANES, NO_ROOM_WAIT, "data race", "shared", {("copy write", "mbar_arrive_loaded(full)")}),
         (COPY_OWN, 1, "missing proxy fence", "kv", {("copy read", "bulk_load(slot, own"), ("write", "5u")}),
         (PLAIN, 1, "data race", "kv", {("plain write", "volatile u32*"), ("plain write", "volatile u32*")}),
         (MIXED, 1, "mixed sizes", "exchange", {("strong write", "st_relaxed<u64>"), ("strong read", "ld_relaxed<u32>")}),

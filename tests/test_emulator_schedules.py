@@ -138,6 +138,8 @@ def test_a_seed_replays_its_schedule() -> None:
         (12, 32, "rank 2 in a cluster of 1 blocks"),
         (13, 32, "L2 prefetch of 8 bytes"),
         (14, 32, "mbarrier used before mbar_init"),
+        (15, 32, "shared memory access of 16 bytes at offset 8 is misaligned"),
+        (16, 32, "a lane ends with loads on their way that no mbarrier counts"),
     ],
 )
 def test_faults(scenario: int, threads: int, message: str) -> None:

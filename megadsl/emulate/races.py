@@ -129,7 +129,7 @@ def _access(side: RaceSide, frames: dict[int, tuple[Frame, ...]], source: Sequen
     role, op, span = spec_of(source, line)
     copy = side.lane == _COPY_LANE
     return Access(
-        how=_how(side.flags),
+        how=_how(side.flags | (_ASYNC if copy else 0)),
         width=side.width,
         block=side.block,
         warp=None if copy else side.warp,

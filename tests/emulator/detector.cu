@@ -101,6 +101,33 @@ MK_DEV void run_ring(const mk::Buffers& b, int bug) {
   }
 }
 
+constexpr int kNoRoomWait = 3;
+
+// The same with a loader warp whose lanes copy 16 bytes each, of rows that they have just written: no proxy, so no fence.
+MK_DEV void run_lane_ring(const mk::Buffers& b, int bug) {
+  const auto slot = ptx::smem_base();
+  const auto full = slot.at<u64>(1024), empty = full + 1;
+  const u32 lane = ptx::lane_id();
+  u32x4* const own = reinterpret_cast<u32x4*>(b.kv) + ptx::block_id() * 32 + lane;
+  if (ptx::thread_id() == 0) ptx::mbar_init(full, 32), ptx::mbar_init(empty, 1);
+  ptx::syncthreads();
+  for (u32 t = 0; t < 4; ++t) {
+    if (ptx::warp_id() == 0) {
+      const bool skips = bug == kNoRoomWait && lane == 9;
+      if (!skips && !wait_phase(empty, (t & 1) ^ 1, 14)) return;
+      if (t == 0) ptx::st_global<u32x4>(own, {t, t, t, t});
+      ptx::lane_load(slot.at<char>(static_cast<int>(lane) * 16), reinterpret_cast<const char*>(own), ptx::policy_evict_first());
+      ptx::mbar_arrive_loaded(full);
+    } else {
+      if (bug != kNoLandingWait && !wait_phase(full, t & 1, 15)) return;
+      if (bug == kEarlyFree && lane == 0) ptx::mbar_arrive(empty);
+      ptx::ld_shared(slot.at<u32x4>(0) + static_cast<int>(lane ^ 1));
+      ptx::syncwarp();
+      if (bug != kEarlyFree && lane == 0) ptx::mbar_arrive(empty);
+    }
+  }
+}
+
 // A copy of what the same thread has just written; the bug: no proxy fence between.
 MK_DEV void copy_own(const mk::Buffers& b, bool bug) {
   const auto slot = ptx::smem_base();
@@ -202,6 +229,7 @@ extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, con
     case 8: return mixed_sizes(b, bug);
     case 9: return write_after_read(b, bug);
     case 10: return learn_phases(s.bug);
+    case 11: return run_lane_ring(b, s.bug);
   }
 }
 

@@ -1,4 +1,4 @@
-// mk::Ring alone: one loader lane streams tiles through it, two consumer warps take them. Block b streams b tiles, drains,
+// mk::Ring alone: a loader, one lane or all of a warp, streams tiles through it, two consumer warps take them. Block b streams b tiles, drains,
 // streams none, drains, and streams b tiles again, so that whatever a stream leaves behind meets the next one.
 // kv: [block][consumer thread] u32, a hash of all tiles in their order; then per block {most in flight, faults after a drain}.
 #include "megadsl/ring.h"
@@ -21,6 +21,7 @@ struct Shape {
   mk::i32 pairs;    // not 0: stages are let go of two by two
   mk::i32 window, meeting_window;  // bytes
   mk::i32 stuck;    // consumer warp 1 leaves before this tile; -1: never
+  mk::i32 lanes;    // not 0: all lanes of the loader's warp copy
 };
 
 namespace {
@@ -56,6 +57,7 @@ MK_DEV void load_streams(const mk::Context& cx, const mk::Buffers& b, const Shap
     loader.drain();
     if (tile != 0 && !drained(loader, ring)) ++faults;
   }
+  if (!R::Copies::leads()) return;
   ptx::st_global<u32>(out, most);
   ptx::st_global<u32>(out + 1, faults);
 }
@@ -87,21 +89,26 @@ MK_DEV void take_streams(const mk::Context& cx, const Shape& s, const R& ring, u
   ptx::st_global<u32>(out + warp * 32 + lane, hash);
 }
 
-template <u32 kStages>
-MK_DEV void run(const mk::Context& cx, const mk::Buffers& b, const Shape& s) {
-  using R = mk::Ring<kStages, kStageBytes>;
+template <u32 kStages, class Copies>
+MK_DEV void run_by(const mk::Context& cx, const mk::Buffers& b, const Shape& s) {
+  using R = mk::Ring<kStages, kStageBytes, Copies>;
   const R ring(Layout().base, Layout().barriers());
   if (ptx::thread_id() == 0) {
     ptx::st_shared<u32>(cx.abort_word, 0u);
     ptx::st_shared<u64>(cx.deadline(), ~u64(0));
     ptx::st_shared<u32>(Layout().meeting(), 0u);
     ring.init(kConsumerWarps);
-    ptx::fence_mbarrier_init();
+    Copies::fence_barriers();
   }
   ptx::syncthreads();
   u32* out = reinterpret_cast<u32*>(b.kv) + ptx::block_id() * (kConsumerWarps * 32 + 2);
   if (ptx::warp_id() != 0) take_streams(cx, s, ring, out);
-  else if (ptx::lane_id() == 0) load_streams(cx, b, s, ring, out + kConsumerWarps * 32);
+  else if (Copies::kArrivals > 1 || ptx::lane_id() == 0) load_streams(cx, b, s, ring, out + kConsumerWarps * 32);
+}
+
+template <u32 kStages>
+MK_DEV void run(const mk::Context& cx, const mk::Buffers& b, const Shape& s) {
+  return s.lanes != 0 ? run_by<kStages, mk::LaneCopies>(cx, b, s) : run_by<kStages, mk::BulkCopies>(cx, b, s);
 }
 
 }
