@@ -17,6 +17,7 @@ from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.explore import policy_of
 from megadsl.ir.graph import Attention, Linear
+from megadsl.machine import DEFAULT_ARCH, Machine
 from megadsl.reference import ReferenceModel
 from megadsl.reference.compare import agreement
 from megadsl.reference.meaning import argmax
@@ -49,14 +50,17 @@ def compiled(
     fields: Mapping[str, Any] | None = None,
     configure: Configure | None = None,
     max_kv: int = MAX_KV,
+    arch: str = DEFAULT_ARCH,
+    on: Machine | None = None,
 ) -> Compiled:
     """A compilation with its own copy of the kernel, so that ``configure`` (the body of mk.schedule) stays with this one."""
     kernel, own = load(model) if isinstance(model, str) else (model, {})
     kernel = Kernel(kernel.function)
     if configure is not None:
-        with mk.schedule(kernel) as s:
+        with mk.schedule(kernel, arch=arch) as s:
             configure(s)
-    found = compile_model(kernel, config=dict(own if fields is None else fields), tokens=tokens, blocks=blocks, max_kv=max_kv)
+    own = dict(own if fields is None else fields)
+    found = compile_model(kernel, config=own, arch=arch, tokens=tokens, blocks=blocks, max_kv=max_kv, on=on)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
 

@@ -1,5 +1,5 @@
-"""mk::Ring for every number of stages and of tiles, filled in bulk or by a warp's lanes: all arrive, in order, and the ring is as good as new
-after each drain.
+"""mk::Ring for every number of stages and of tiles, filled in bulk or by a warp's lanes: all arrive, in order, and the ring is as good
+as new after each drain.
 
 One kernel (emulator/ring.cu) has all the stage counts; its block b streams b tiles, none, and b tiles again.
 """

@@ -19,7 +19,7 @@ from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.threads import WARP_THREADS, threads
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.machine import Machine
-from megadsl.types import ceil_div
+from megadsl.types import KIB, ceil_div
 
 NOT_HELD = declare("MK243", "{op!r} cannot hold {tiles} tiles in registers: {why}", "{how}")
 
@@ -29,6 +29,7 @@ WIDE_REGISTERS = 120  # of more tokens: beside the input itself, and what of it 
 LEAST_REGISTERS = 72  # no kernel makes do with fewer
 WIDE_LEAST = 64  # nothing is multiplied with less beside it
 OLDER_REGISTERS = 16  # that nvcc 13.0 needs more for machines without bulk copies
+AREA_BYTES = 36 * KIB  # of shared memory beside the ring, of few tokens
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
 CHUNK_REGISTERS = 32  # beside the attention's own; nvcc 13.0 spills where it is 64
@@ -106,13 +107,22 @@ def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     if _before(graph, schedule, op) > machine.smem_per_block:
         return 0
     if is_direct(op, schedule, graph.tokens):
-        return _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS))
+        most = _most(graph, schedule, op, _spare(schedule, machine, DIRECT_REGISTERS))
+        return next(n for n in range(most, -1, -1) if not _splits(graph, schedule, op, n) and _stages(graph, schedule, op, n, machine))
     if vectors(op) and not copies_fit(op, graph, schedule):
         return 0
     least = least_groups(op, schedule) * tiling(op).pieces
     needed = WIDE_REGISTERS + _input(graph, schedule, op) if in_registers(op, schedule) else KERNEL_REGISTERS
     fitting = _most(graph, schedule, op, _spare(schedule, machine, needed))
     return next(n for n in range(min(least, fitting), -1, -1) if not _splits(graph, schedule, op, n))
+
+
+def _stages(graph: Graph, schedule: Schedule, op: Linear, tiles: int, machine: Machine) -> bool:
+    """Whether the ring has as many stages as the op lets go of behind its products, if it holds so many tiles. An open ring has what
+    other areas leave of shared memory."""
+    ring = schedule.ring(schedule.op(op.name).loader)
+    stages = ring.stages or (machine.smem_for(schedule.resident) - AREA_BYTES) // ring.stage_bytes
+    return not tiles or len(vectors(op)) + ceil_div(tiles, tiles_together(op, schedule, graph.tokens)) <= stages
 
 
 def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:

@@ -26,6 +26,7 @@ FEWER_WARPS = 4  # where what they leave of an attention would take more than PA
 PARTS_SHARE = 0.6
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
 SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
+LEAST_SMALL = 4  # of them find room in a block's shared memory; else stages are the usual ones
 WINDOW_BYTES = 64 * KIB  # in flight: enough for HBM
 MEETING_BYTES = 32 * KIB  # around meetings, whose loads queue behind what is in flight; half of it starves HBM
 MAX_SPLITS = 16
@@ -118,6 +119,7 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
     window = min(WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES, machine.smem_per_block)
     meeting = window if few else MEETING_BYTES
+    stage = SMALL_STAGE if few and machine.smem_per_block >= LEAST_SMALL * SMALL_STAGE else STAGE_BYTES
     small = _loop_bytes(graph) <= SMALL_LAYER
     residual = "block" if small or graph.tokens > FEW_TOKENS else "exchange"
     budget = chunk_budget(machine.arch)
@@ -129,7 +131,7 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
         arch=machine.arch,
         blocks=count,
         roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", _consumer_warps(graph, machine))),
-        rings=((LOADER, Ring("weights", 0, SMALL_STAGE if few else STAGE_BYTES, window, meeting)),),
+        rings=((LOADER, Ring("weights", 0, stage, window, meeting)),),
         ops=ops,
         edges=edges + parts,
         batch=_batch(graph, count),
