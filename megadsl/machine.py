@@ -58,7 +58,7 @@ _HOPPER = _AMPERE | {"bulk_copy", "cluster", "st_async", "l2_bulk_prefetch", "de
 _ACHIEVABLE = 0.9
 
 
-def _machine(name: str, arch: str, sms: int, smem: int, l2: float, sheet: float, features: frozenset[str]) -> Machine:
+def _machine(name: str, arch: str, sms: int, smem: int, l2: float, sheet: float, features: frozenset[str], run_on: str = "") -> Machine:
     """An entry from data sheets: ``smem`` bytes of an SM, ``l2`` bytes, ``sheet`` bytes per second. Nothing of it is measured."""
     return Machine(
         name=name,
@@ -76,6 +76,7 @@ def _machine(name: str, arch: str, sms: int, smem: int, l2: float, sheet: float,
         hot_code_bytes=96 * KIB,  # the H200's
         features=features,
         min_driver=13000,
+        run_on=run_on,
     )
 
 

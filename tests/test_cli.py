@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from megadsl.build.gpus import Gpu
 from megadsl.cli import doctor
 from megadsl.diagnostics import declare, error, warn
 from megadsl.dsl.knobs import KNOBS
+from megadsl.machine import MACHINES
 from megadsl.source import Span
 
 REFUSED = declare("MK990", "the spec is {how}", "write a better one")
@@ -170,6 +172,18 @@ def gpu(arch: str) -> Gpu:
     return Gpu("GPU", arch, 100, 2**30, True)
 
 
+@pytest.mark.parametrize(
+    ("present", "arch", "device"),
+    [(["sm_90"], "sm_80", "cuda"), (["sm_86"], "sm_86", "cuda"), (["sm_80"], "sm_86", "cpu"), (["sm_90"], "sm_100a", "cpu")],
+)
+def test_kernels_run_on_their_own_and_later_gpus(
+    run_cli: Cli, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch, present: list[str], arch: str, device: str
+) -> None:
+    monkeypatch.setattr("megadsl.build.gpus.gpus", lambda: [gpu(each) for each in present])
+    assert run_cli("run", "smollm2-135m", "--arch", arch, "--prompt", "The capital")[0] == 0
+    assert (asked["arch"], asked["device"]) == (arch, device)
+
+
 @pytest.mark.parametrize(("present", "device"), [([], "cpu"), ([gpu("sm_80")], "cpu"), ([gpu("sm_80"), gpu("sm_90")], "cuda")])
 def test_run_picks_the_device(
     run_cli: Cli, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch, present: list[Gpu], device: str
@@ -267,6 +281,17 @@ def test_doctor_with_a_gpu(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 0
     assert "GPU, sm_80, 100 SMs, 1 GiB: kernels for sm_90a do not run on it" in out
     assert f"{doctor.CUDA}: yes" in out
+
+
+def test_doctor_says_what_has_run(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megadsl.build.gpus.driver_version", lambda: 13000)
+    monkeypatch.setattr("megadsl.build.gpus.gpus", lambda: [gpu("sm_86")])
+    code, out, _ = run_cli("doctor")
+    assert code == 0
+    assert "kernels for sm_90a do not run on it, those for sm_86 do: --arch sm_86" in out and f"{doctor.CUDA}: yes" in out
+    assert all(re.search(rf"kernels for {arch} +{re.escape(its.proof)}\n", out) for arch, its in MACHINES.items())
+    monkeypatch.setattr("megadsl.build.gpus.gpus", lambda: [gpu("sm_75")])
+    assert "none that runs any of sm_80, " in run_cli("doctor")[1]
 
 
 def test_doctor_with_an_old_driver_and_no_host_compiler(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

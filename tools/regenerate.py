@@ -1,7 +1,7 @@
 """Write the committed kernels, plans and manifests under generated/ anew: ``make generated``.
 
-What the compiler gives for every model there, without the cubin, so that no nvcc is needed; and the README's excerpt of
-the first one. tests/test_generated.py and tests/test_docs_code.py compare.
+What the compiler gives for every model there, without the cubin, so that no nvcc is needed; and in the README the excerpt of
+the first one and the table of architectures. tests/test_generated.py and tests/test_docs_code.py compare.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import textwrap
 from pathlib import Path
 
 from megadsl.driver import compile_model
-from megadsl.machine import DEFAULT_ARCH
+from megadsl.machine import DEFAULT_ARCH, MACHINES
+from megadsl.types import KIB
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "generated"
@@ -43,10 +44,23 @@ def excerpt(kernel: str) -> str:
     return textwrap.dedent("\n".join(lines[first : last + 1])) + "\n"
 
 
+def architectures() -> str:
+    """The README's table: a line for each entry of megadsl/machine.py."""
+    head = "| arch | the table's card | SMs | shared memory of a block | a stage is copied by | kernels |\n|---|---|---|---|---|---|\n"
+    cells = (
+        (f"`{m.arch}`", m.name, m.sms, f"{m.smem_per_block // KIB} KB", "one lane, in bulk" if m.bulk else "the lanes of a warp", m.proof)
+        for m in MACHINES.values()
+    )
+    return head + "".join(f"| {' | '.join(map(str, row))} |\n" for row in cells)
+
+
 def readme_with(shown: str) -> str:
-    """The README with ``shown`` between its marks."""
-    block = f"<!-- excerpt -->\n```cuda\n{shown}```\n<!-- /excerpt -->"
-    return re.sub(r"<!-- excerpt -->.*<!-- /excerpt -->", lambda _: block, README.read_text(), flags=re.DOTALL)
+    """The README with ``shown`` and the table between their marks."""
+    text = README.read_text()
+    for mark, inside in (("excerpt", f"```cuda\n{shown}```\n"), ("architectures", f"\n{architectures()}\n")):
+        begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+        text = re.sub(f"{begin}.*{end}", lambda _, block=f"{begin}\n{inside}{end}": block, text, flags=re.DOTALL)
+    return text
 
 
 def write(path: Path, text: str) -> None:

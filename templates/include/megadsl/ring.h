@@ -8,7 +8,7 @@
 
 namespace mk {
 
-template <u32 kStages_, u32 kStageBytes_, class Copies_ = BulkCopies>
+template <u32 kStages_, u32 kStageBytes_, class Copies_>
 struct Ring {
   using Copies = Copies_;
   static constexpr u32 kStages = kStages_;
