@@ -92,6 +92,7 @@ struct Tape {
   Loader<R> loader;
   smem_ptr<TapeEntry> entries;
   u32 size = 0;
+  u32 shown = 0;  // so many all lanes of the loader have been able to read
   Step step;
   u32 gates;  // rounds of a step, see gates_before
 
@@ -158,7 +159,8 @@ struct Tape {
   MK_DEV bool given_up() const { return Copies::any(mk::given_up(cx)); }
 
   MK_DEV void play(u32 first, u32 last) {
-    Copies::meet();
+    if (last > shown) Copies::meet();
+    shown = max_u32(last, shown);
 #pragma unroll 1
     for (u32 index = first; index < last; ++index) {
       const TapeEntry e = entry(index);
