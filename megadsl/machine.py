@@ -118,7 +118,7 @@ ARCHES = tuple(MACHINES)
 def machine(arch: str, span: Span = UNKNOWN) -> Machine:
     """The machine table entry for ``arch`` ("sm_90a"); MK001, at ``span``, when there is none."""
     if arch not in MACHINES:
-        raise error(ARCH_UNKNOWN, span, arch=arch, known=", ".join(sorted(MACHINES)))
+        raise error(ARCH_UNKNOWN, span, arch=arch, known=", ".join(ARCHES))
     return MACHINES[arch]
 
 

@@ -346,7 +346,7 @@ def _check_chunk(graph: Graph, schedule: Schedule, how: OpSchedule, asked: Overr
 
 
 def _having(feature: str) -> str:
-    return ", ".join(sorted(arch for arch, m in MACHINES.items() if feature in m.features)) or "none yet"
+    return ", ".join(arch for arch, m in MACHINES.items() if feature in m.features) or "none yet"
 
 
 def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Overrides, found: Collector) -> None:
