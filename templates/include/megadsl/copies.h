@@ -43,9 +43,18 @@ struct LaneCopies {
   }
   MK_DEV static bool passed(smem_ptr<u64> barrier, u32 parity) { return ptx::mbar_test_wait(barrier, parity); }
   MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
-#pragma unroll 4
-    for (u32 at = ptx::lane_id() * kCopyBytes; at < bytes; at += kWarpSize * kCopyBytes)
-      ptx::lane_load(stage.template at<char>(int(at)), source + at, policy);
+    constexpr u32 kRow = kWarpSize * kCopyBytes;
+    u32 done = ptx::lane_id() * kCopyBytes;
+    // One address for several copies: a warp has few cycles for each.
+#pragma unroll 1
+    for (u32 end = kAtOnce * kRow; end <= bytes; end += kAtOnce * kRow, done += kAtOnce * kRow) {
+      const auto to = stage.template at<char>(int(done));
+      const char* const from = source + done;
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) ptx::lane_load(to.template at<char>(int(i * kRow)), from + i * kRow, policy);
+    }
+#pragma unroll 1
+    for (; done < bytes; done += kRow) ptx::lane_load(stage.template at<char>(int(done)), source + done, policy);
     ptx::mbar_arrive_loaded(full);
   }
   // The copies are the lanes' own: what orders other accesses of theirs orders these.
@@ -53,7 +62,7 @@ struct LaneCopies {
   MK_DEV static void fence_rows() {}
 
  private:
-  static constexpr u32 kCopyBytes = 16;
+  static constexpr u32 kCopyBytes = 16, kAtOnce = 4;
 };
 
 // Waits for the phase of an mbarrier to complete.
