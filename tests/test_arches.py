@@ -135,6 +135,7 @@ def made() -> dict[str, Compiled]:
     return one_build(
         {
             "one": compiled("llama-tiny", blocks=3, arch="sm_80", configure=settled),
+            "bulk": compiled("llama-tiny", blocks=3, configure=settled),
             "loaders": compiled("llama-tiny", tokens=2, blocks=5, arch="sm_80", configure=gated),
             "odd": compiled("llama-tiny-odd", tokens=5, blocks=3, arch="sm_89"),
             "window": compiled("llama-tiny", tokens=16, blocks=2, arch="sm_86", fields=windowed),
@@ -157,7 +158,8 @@ def test_kernels_are_right_under_any_schedule(made: dict[str, Compiled], name: s
 
 
 def test_how_stages_are_filled_changes_no_bit(made: dict[str, Compiled]) -> None:
-    lanes, bulk = made["one"], compiled("llama-tiny", blocks=3, configure=settled)
+    lanes, bulk = made["one"], made["bulk"]
+    assert bulk.plan.tunables.copies == "bulk"
     some = steps(lanes, SIZES["one"])
     assert all(a.same(b) for a, b in zip(Bench(lanes).play(some), Bench(bulk).play(some), strict=True))
 
