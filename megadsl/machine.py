@@ -113,6 +113,7 @@ MACHINES: dict[str, Machine] = {each.arch: each for each in _ENTRIES}
 
 DEFAULT_ARCH = "sm_90a"
 ARCHES = tuple(MACHINES)
+"""The architectures that kernels can be compiled for, oldest first."""
 
 
 def machine(arch: str, span: Span = UNKNOWN) -> Machine:
