@@ -31,7 +31,7 @@ from tests.pages import PAGES, PROGRAMS, ROOT, Block, Command, blocks, commands,
 from tests.test_checkpoints import MAX_KV, TOKENS, write_tokenizer
 from tests.test_torch import device
 from tests.wires import watched
-from tools.regenerate import COMMAND, GENERATED, excerpt, folder
+from tools.regenerate import CASES, COMMAND, GENERATED, excerpt
 
 __all__ = ["device"]  # a fixture
 
@@ -181,7 +181,7 @@ def test_the_readme(run_page: Callable[..., dict[str, Any]], tmp_path: Path) -> 
 
 def test_the_readme_shows_the_committed_kernel_and_the_folders() -> None:
     (shown,) = [block.text for block in blocks(ROOT / "README.md") if block.language == "cuda"]
-    assert shown == excerpt((GENERATED / folder("smollm2-135m") / "kernel.cu").read_text()), f"run: {COMMAND}"
+    assert shown == excerpt((GENERATED / str(CASES[0]) / "kernel.cu").read_text()), f"run: {COMMAND}"
     (layout,) = [block.text for block in blocks(ROOT / "README.md") if block.title == "layout"]
     assert all((ROOT / line.split()[0]).is_dir() for line in layout.splitlines())
 

@@ -1,6 +1,6 @@
 """Write the committed kernels, plans and manifests under generated/ anew: ``make generated``.
 
-What the compiler gives for every model there, without the cubin, so that no nvcc is needed; and in the README the excerpt of
+What the compiler gives for every case there, without the cubin, so that no nvcc is needed; and in the README the excerpt of
 the first one and the table of architectures. tests/test_generated.py and tests/test_docs_code.py compare.
 """
 
@@ -10,6 +10,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from megadsl.driver import compile_model
 from megadsl.machine import DEFAULT_ARCH, MACHINES
@@ -18,19 +19,39 @@ from megadsl.types import KIB
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "generated"
 README = ROOT / "README.md"
-MODELS = ("smollm2-135m",)
 COMMAND = "make generated"
 EXCERPT = "// down_proj: "  # the op that the README shows, in the consumer role
 
 
-def folder(model: str) -> str:
-    """The folder of a model's files inside generated/."""
-    return f"{model}.{DEFAULT_ARCH}"
+class Case(NamedTuple):
+    """A kernel in generated/: of a model for so many new tokens, with the schedule that it has there."""
+
+    model: str
+    tokens: int = 1
+    arch: str = DEFAULT_ARCH
+
+    def __str__(self) -> str:
+        """The name of its folder."""
+        return f"{self.model}.{self.arch}" + (f".tokens-{self.tokens}" if self.tokens > 1 else "")
 
 
-def files(model: str) -> dict[str, str]:
+# The models that are measured, and each way of filling a ring; the README shows a part of the first.
+CASES = (
+    Case("smollm2-135m"),
+    Case("llama-3.2-1b"),
+    Case("llama-3.2-1b", tokens=16),
+    Case("llama-3.1-8b"),
+    Case("qwen3-0.6b"),
+    Case("gemma-2b"),
+    Case("smollm2-135m", arch="sm_80"),
+    Case("llama-3.2-1b", arch="sm_89"),
+    Case("llama-3.2-1b", arch="sm_100a"),
+)
+
+
+def files(case: Case) -> dict[str, str]:
     """File name to text, as the compiler gives it today."""
-    compiled = compile_model(model, arch=DEFAULT_ARCH)
+    compiled = compile_model(case.model, tokens=case.tokens, arch=case.arch)
     manifest = json.dumps(compiled.manifest, indent=2) + "\n"
     return {"kernel.cu": compiled.source, "plan.txt": compiled.plan_text, "manifest.json": manifest}
 
@@ -70,12 +91,12 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    for model in MODELS:
-        out = GENERATED / folder(model)
+    for case in CASES:
+        out = GENERATED / str(case)
         out.mkdir(parents=True, exist_ok=True)
-        for name, text in files(model).items():
+        for name, text in files(case).items():
             write(out / name, text)
-    write(README, readme_with(excerpt((GENERATED / folder(MODELS[0]) / "kernel.cu").read_text())))
+    write(README, readme_with(excerpt((GENERATED / str(CASES[0]) / "kernel.cu").read_text())))
 
 
 if __name__ == "__main__":

@@ -354,14 +354,14 @@ def gathered_under_tags(s: ScheduleBlock) -> None:
 
 def published_under_tags(s: ScheduleBlock) -> None:
     s["o_proj"].publish("registers")
-    # MK247 `s["o_proj"].publish(` | 'o_proj' cannot publish from registers: 'o_proj' is not dense | use mk.Sentinel() for it and at most
+    # MK247 `s["o_proj"].publish(` | 'o_proj' cannot publish from registers: 'x' is not dense | use mk.Sentinel() for it and at most
     # mend: s["o_proj"].publish("registers")\n => s["o_proj"].publish("registers").sync(mk.Sentinel())\n
 
 
 def published_by_the_block(s: ScheduleBlock) -> None:
     s.finish("block")
     s["o_proj"].sync(mk.Sentinel()).publish("registers")
-    # MK247 `.publish("registers")` | 'o_proj' cannot publish from registers: no warp of its own finishes | use s.finish("warp")
+    # MK247 `s["o_proj"].sync(` | 'o_proj' cannot publish from registers: no warp of its own finishes | use s.finish("warp")
     # mend: s.finish("block") => «s.finish("warp")»
 
 
