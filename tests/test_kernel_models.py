@@ -127,6 +127,7 @@ ROTATED_IN_PART: list[tuple[str, int, dict[str, Any]]] = [
 HEADS = [
     *((80, 1, 4, 2), (80, 16, 2, 1), (96, 2, 3, 1), (112, 5, 2, 2), (256, 2, 2, 1), (256, 9, 2, 2)),
     *((64, 1, 14, 1), (64, 2, 16, 1), (64, 1, 71, 1), (64, 4, 71, 1), (128, 3, 7, 1)),
+    (80, 16, 4, 1),  # two warps to a tile of queries, whose halves would end inside a pair of groups
 ]
 
 

@@ -108,7 +108,8 @@ def _gpu() -> Iterator[Finding]:
         refused = "" if gpu.runs(DEFAULT_ARCH) else f": kernels for {DEFAULT_ARCH} do not run on it{_others(gpu)}"
         yield Finding(f"GPU {index}", state + refused)
     if not any(gpu.runs(arch) for gpu in listed for arch in ARCHES):
-        yield Finding("GPU", f"none that runs any of {', '.join(ARCHES)}", "use a machine with an H100 or H200, or --device cpu", needed_by)
+        mend = f"use a machine with a GPU of {ARCHES[0]} or newer, or --device cpu"
+        yield Finding("GPU", f"none that runs any of {', '.join(ARCHES)}", mend, needed_by)
 
 
 def _others(gpu: Gpu) -> str:

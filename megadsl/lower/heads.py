@@ -8,6 +8,7 @@ from megadsl.types import ceil_div
 FEW_ROWS = 8  # mk::FewRows: the N of an mma
 QUERY_ROWS = 16  # of a tile: the M of an mma
 PART_BYTES = 4  # of what a warp leaves: fp32
+HALVED = 32  # columns: a half of each is two groups of eight
 
 
 def query_tiles(op: Attention, tokens: int) -> int:
@@ -21,8 +22,9 @@ def few_rows(op: Attention, tokens: int) -> bool:
 
 
 def in_halves(op: Attention, tokens: int, warps: int) -> bool:
-    """Whether two warps have each tile: each adds and publishes half of its columns (templates/include/megadsl/halves.h)."""
-    return warps // query_tiles(op, tokens) == 2 and not few_rows(op, tokens)
+    """Whether two warps have each tile: each adds and publishes half of its columns (templates/include/megadsl/halves.h), whose groups of
+    eight it takes in pairs."""
+    return warps // query_tiles(op, tokens) == 2 and not few_rows(op, tokens) and op.head_dim % HALVED == 0
 
 
 def parts_bytes(op: Attention, tokens: int, warps: int) -> int:

@@ -34,6 +34,7 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
                            Softmax<T>& state) {
   using Part = HalfPart<T>;
   constexpr u32 kGroups = T::kHeadDim / 16;  // of eight columns, in a half
+  static_assert(kGroups % 2 == 0, "groups are taken in pairs");
   const u32 warp = block.warp(), g = block.lane() / 4, q = block.lane() % 4;
   const bool works = warp < 2 * tiles, upper = warp >= tiles;
   const auto part = [&](u32 of, u32 r) { return block.template at<float>(s.scratch) + of * Part::kFloats + (g + 8 * r) * Part::kRowFloats; };
