@@ -11,6 +11,7 @@ namespace mk {
 // What a warp leaves for its partner: [row][half of the columns, maximum, sum] fp32. Two lanes of different rows never meet in a bank.
 template <class T>
 struct HalfPart {
+  static_assert(T::kHeadDim % 32 == 0, "a half's groups of eight columns are taken in pairs");
   static constexpr u32 kColumns = T::kHeadDim / 2;
   static constexpr u32 kRowFloats = kColumns + 8;
   static constexpr u32 kFloats = 16 * kRowFloats;
@@ -34,7 +35,6 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
                            Softmax<T>& state) {
   using Part = HalfPart<T>;
   constexpr u32 kGroups = T::kHeadDim / 16;  // of eight columns, in a half
-  static_assert(kGroups % 2 == 0, "groups are taken in pairs");
   const u32 warp = block.warp(), g = block.lane() / 4, q = block.lane() % 4;
   const bool works = warp < 2 * tiles, upper = warp >= tiles;
   const auto part = [&](u32 of, u32 r) { return block.template at<float>(s.scratch) + of * Part::kFloats + (g + 8 * r) * Part::kRowFloats; };
