@@ -120,7 +120,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "tokens": graph.tokens,
         "blocks": state.schedule.blocks,
         "threads": plan.tunables.threads,
-        "cluster": 1,
+        "cluster": state.schedule.cluster,
         "entries": entries(plan),
         "launches": sequence(plan),
         "several_steps": feeds_itself(graph, state.schedule),

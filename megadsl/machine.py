@@ -31,6 +31,11 @@ class Machine:
     features: frozenset[str]
     min_driver: int  # CUDA driver version, cuDriverGetVersion's encoding
     run_on: str = ""  # the GPU on which kernels for this architecture have run and passed the fidelity gate; "": there is none yet
+    clustered: tuple[tuple[int, int], ...] = ()  # (size of a cluster, blocks that run in such clusters at once, an SM each), as measured
+
+    def clustered_blocks(self, size: int) -> int:
+        """Most blocks, an SM each, that run at once in clusters of ``size``; all SMs that make whole clusters, where it is not measured."""
+        return dict(self.clustered).get(size, self.sms // size * size)
 
     def smem_for(self, resident: int) -> int:
         """Most dynamic shared memory of a block where ``resident`` of them are to find room on an SM."""
@@ -83,7 +88,7 @@ def _machine(name: str, arch: str, sms: int, smem: int, l2: float, sheet: float,
 # Limits: CUDA programming guide, "Compute capabilities". Cards, SMs, L2 and bandwidth: NVIDIA's data sheets, one named card of each
 # architecture. Of the H200, bandwidth and hot code are measured (docs/performance.md).
 _ENTRIES = (
-    _machine("A100 80 GB SXM", "sm_80", 108, 164 * KIB, 40 * MIB, 2.039e12, _AMPERE),
+    _machine("A100 80 GB SXM", "sm_80", 108, 164 * KIB, 40 * MIB, 2.039e12, _AMPERE, run_on="H200"),
     _machine("RTX 3090", "sm_86", 82, 100 * KIB, 6 * MIB, 0.936e12, _AMPERE),
     _machine("RTX 4090", "sm_89", 128, 100 * KIB, 72 * MIB, 1.008e12, _AMPERE),
     Machine(
@@ -103,6 +108,7 @@ _ENTRIES = (
         features=_HOPPER,
         min_driver=13000,
         run_on="H200",
+        clustered=((2, 132), (4, 120), (8, 120)),  # docs/performance.md, "Clusters"
     ),
     _machine("B200", "sm_100a", 148, 228 * KIB, 126 * MIB, 8.0e12, _HOPPER),
     _machine("B300", "sm_103a", 148, 228 * KIB, 126 * MIB, 8.0e12, _HOPPER),

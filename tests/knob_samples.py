@@ -62,6 +62,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "publish"): (
         Sample("op qkv_proj: publish = registers\nop attention: publish = registers\nop down_proj: publish = registers", ALL_SENTINELS),
     ),
+    ("op", "merge"): (Sample("op attention: merge = cluster", ALL_SENTINELS + "\nblocks = 4\nop attention: split_kv = 2"),),
     ("op", "pause"): (Sample("op o_proj: pause = 300\nop attention: pause = 100\nop down_proj: pause = 1"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (

@@ -18,10 +18,11 @@ from tests.emulator.harness import launch, room
 SEEDS = range(10)
 SOURCE = (Path(__file__).parent / "emulator" / "detector.cu").read_text().splitlines()
 
-SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ, PHASES, LANES = SCENARIOS = range(12)
+SWAP_WARPS, SWAP_LANES, FENCE, RELEASE, RING, COPY_OWN, PAIR, PLAIN, MIXED, AFTER_READ, PHASES, LANES, SENDS = SCENARIOS = range(13)
 ONE_LANE, STALE_PHASE = 1, 2
 EARLY_FREE, NO_LANDING_WAIT, NO_EXPECT, NO_INIT_FENCE = range(1, 5)
 NO_ROOM_WAIT = 3
+NO_ANSWER, NO_ARRIVAL_WAIT = 1, 2
 
 
 def run(scenario: int, bug: int = 0, seed: int = 0, policy: int = 0) -> tuple[LaunchReport, int]:
@@ -32,6 +33,7 @@ def run(scenario: int, bug: int = 0, seed: int = 0, policy: int = 0) -> tuple[La
         [scenario, bug],
         blocks=2,
         threads=64,
+        cluster=2 if scenario == SENDS else 1,
         seed=seed,
         policy=policy,
         define=DETECT,
@@ -81,6 +83,8 @@ def race(scenario: int, bug: int = 1) -> Race:
         (PLAIN, 1, "data race", "kv", {("plain write", "volatile u32*"), ("plain write", "volatile u32*")}),
         (MIXED, 1, "mixed sizes", "exchange", {("strong write", "st_relaxed<u64>"), ("strong read", "ld_relaxed<u32>")}),
         (AFTER_READ, 1, "data race", "kv", {("write", "st_global<u32>(word, 1u)"), ("read", "ld_global<u32>(word)")}),
+        (SENDS, NO_ANSWER, "data race", "shared", {("copy write", "st_async(ptx::mapa(slot, 1)")}),
+        (SENDS, NO_ARRIVAL_WAIT, "data race", "shared", {("copy write", "st_async("), ("read", "ptx::ld_shared(slot).x")}),
         (PHASES, ONE_LANE, "data race", "shared", {("write", "st_shared(row + lane, round)"), ("read", "ld_shared(row + lane % kBars)")}),
         (
             PHASES,

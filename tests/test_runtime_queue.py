@@ -170,7 +170,7 @@ class Driver:
         green = SimpleNamespace(sm=SimpleNamespace(smCount=self.sms))
         answers = {
             **{"cuStreamGetGreenCtx": self.sms, "cuGreenCtxGetDevResource": green, "cuFuncGetAttribute": 146},
-            **{"cuOccupancyMaxActiveBlocksPerMultiprocessor": self.per_sm},
+            **{"cuOccupancyMaxActiveBlocksPerMultiprocessor": self.per_sm, "cuOccupancyMaxActiveClusters": 15},
         }
         return lambda *arguments: (0, answers[name])
 
@@ -179,7 +179,7 @@ class Driver:
 def test_a_stream_of_fewer_sms_is_a_diagnostic(sms: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "driver", Driver(1, sms))
     kernel = object.__new__(cuda.CudaKernel)
-    kernel._functions, kernel._blocks, kernel._threads, kernel._smem = [None], 128, 288, 200_000
+    kernel._functions, kernel._blocks, kernel._threads, kernel._smem, kernel._cluster = [None], 128, 288, 200_000, 1
     if fits:
         kernel.admit(7)
         return
@@ -189,3 +189,20 @@ def test_a_stream_of_fewer_sms_is_a_diagnostic(sms: int, fits: bool, monkeypatch
         caught.value
     )
     assert "146 registers per thread" in str(caught.value) and "schedule at most 64 blocks" in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(8, False), (16, True)])
+def test_clusters_that_find_no_room_are_a_diagnostic(size: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "driver", Driver(1, 132))
+    kernel = object.__new__(cuda.CudaKernel)
+    kernel._functions, kernel._blocks, kernel._threads, kernel._smem, kernel._cluster = [None], 128, 288, 200_000, size
+    kernel._config = None
+    if fits:
+        kernel.admit(7)
+        return
+    with pytest.raises(MegadslError) as caught:
+        kernel.admit(7)
+    assert caught.value.code == "MK468" and "128 blocks in clusters of 8 cannot be co-resident: there is room for 15 clusters, 120" in str(
+        caught.value
+    )
+    assert 'merge("exchange")' in str(caught.value)

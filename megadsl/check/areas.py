@@ -14,7 +14,7 @@ from typing import TypeAlias
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Exchange, Instr
-from megadsl.lower.exchanges import LASTS_PER_VECTOR
+from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
 from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import prologue_values, vectors
@@ -92,8 +92,8 @@ class Stream:
         begin, solo = self.device.records["step"][9] + 12, self._one(True) if write else ""
         return Access("progress", begin, 8, write, step, ("next", turn), solo=solo)
 
-    def owned(self, groups: int, offset: int) -> int:
-        shares = self.device.shares(groups, offset)
+    def owned(self, groups: int, offset: int, sharers: int | None = None) -> int:
+        shares = self.device.shares(groups, offset, sharers)
         return shares[self.block + 1] - shares[self.block]
 
     def _meet(self, instr: Instr, name: str) -> Iterator[Event]:
@@ -120,7 +120,7 @@ class Stream:
 
     def _share(self, value: str) -> int:
         e = self.device.exchanges[value]
-        return self.owned(e.groups, e.share_offset)
+        return self.owned(e.groups, e.share_offset, e.owners)
 
     def _embed(self, step: Step) -> Iterator[Event]:
         words = self.device.records[ident(step.instr.op)]
@@ -415,10 +415,19 @@ class Stream:
 
     def _merge(self, step: Step) -> Iterator[Event]:
         heads = self.device.heads(step.instr.op)
-        groups = self.owned(heads.merge_groups, heads.merge_offset)
+        groups = self.owned(heads.merge_groups, heads.merge_offset, self.device.sharers(step.instr.op))
+        yield from self._received(step, groups)
         solo = self._one(groups * self.device.tokens * int(str(step.instr.args["lanes"])) <= WARP_THREADS)
         yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
+
+    def _received(self, step: Step, groups: int) -> Iterator[Event]:
+        """What other blocks of a cluster leave here: its barrier stands between their writing and the reading."""
+        cluster, op = self.device.cluster(step.instr.op), step.instr.op
+        if cluster is not None and groups:
+            size = self.device.heads(op).splits * groups * self.device.tokens * PART_BYTES
+            received = Access(f"{op}.received", cluster.received, size, True, step, ("received", op, step.when), own=True)
+            yield from (received, _reading(received))
 
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op

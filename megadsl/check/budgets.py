@@ -23,6 +23,8 @@ def needed_features(plan: Plan) -> list[str]:
         "async_copy": plan.tunables.copies == "lanes",
         "setmaxnreg": plan.tunables.consumer_registers > 0,
         "dependent_launch": plan.schedule.scope == "op",
+        "cluster": plan.schedule.cluster > 1,
+        "st_async": plan.schedule.cluster > 1,
         "l2_bulk_prefetch": any(op.prefetch.l2_bytes for op in plan.schedule.ops),
     }
     return [name for name, is_needed in needed.items() if is_needed]
@@ -50,6 +52,9 @@ def check_budgets(device: Device, machine: Machine, findings: Findings) -> list[
     if plan.tunables.copies == "bulk":
         most = max((r.stage_bytes for _, r in plan.schedule.rings), default=0)
         budgets.append(("bytes in one bulk copy", most, MOST_COPY_BYTES, "smaller stages"))
+    if (size := plan.schedule.cluster) > 1:
+        have = machine.clustered_blocks(size)
+        budgets.append((f"co-resident blocks in clusters of {size}", plan.schedule.blocks, have, "fewer blocks"))
     budgets += [(f"feature {name!r}", 1, int(name in machine.features), "compile for this machine") for name in needed_features(plan)]
     for what, need, have, how in budgets:
         if need > have:

@@ -286,7 +286,7 @@ class Player:
     def _publish(self, step: Step) -> None:
         instr = step.instr
         value = str(instr.args["value"])
-        self.clocks.publish(step, value, step.round(), self.clocks.everybody)
+        self.clocks.publish(step, value, step.round(), np.arange(self.clocks.device.blocks) < self.clocks.device.sharers(instr.op))
 
     def _gather_kept(self, step: Step) -> None:
         instr = step.instr

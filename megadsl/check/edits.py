@@ -46,6 +46,8 @@ def with_exchange(of: Plan, name: str, **changes: Any) -> Plan:
     before = of.exchange(name)
     e: Exchange = replace(before, **changes)
     made = replace(of, exchanges=tuple(e if x is before else x for x in of.exchanges))
+    if not any(r.name == f"{ident(name)}_exchange" for r in of.shape):
+        return made  # what a cluster's blocks send each other: the kernel reads nothing of it
     words = {0: e.offset // 16, 1: e.owners * e.vectors, 2: e.slots, 3: e.vectors, 4: e.units, 5: e.groups, 7: e.share_offset}
     return with_words(made, f"{ident(name)}_exchange", words)
 

@@ -62,7 +62,7 @@ def check_memory(device: Device, findings: Findings) -> list[str]:
 def block_kinds(device: Device) -> list[int]:
     """One block of each kind: equal shares of every op, and block 0."""
     seen: dict[tuple[object, ...], int] = {}
-    counts = [_counts(device, groups, offset) for groups, offset in _splits(device)]
+    counts = [_counts(device, *split) for split in _splits(device)]
     parts = [[tuple(last - first for _, first, last in p) for p in device.parts(op.name)] for op in device.ops[0]]
     for block in range(device.blocks):
         units = [len(range(block, device.heads(op.name).units, device.blocks)) for op in device.ops[1]]
@@ -76,19 +76,19 @@ def _takes_fresh(device: Device, op: str, block: int) -> tuple[bool, ...]:
     return tuple(unit % heads.splits + 1 == heads.splits for unit in range(block, heads.units, device.blocks))
 
 
-def _splits(device: Device) -> list[tuple[int, int]]:
-    found = [(e.groups, e.share_offset) for e in device.plan.exchanges]
+def _splits(device: Device) -> list[tuple[int, int, int]]:
+    found = [(e.groups, e.share_offset, e.owners if e.dtype == "bf16" else device.blocks) for e in device.plan.exchanges]
     for op in device.ops[0]:
         m = device.matrix(op.name)
-        found.append((m.shared, m.share_offset))
+        found.append((m.shared, m.share_offset, device.blocks))
     for attention in device.ops[1]:
         heads = device.heads(attention.name)
-        found.append((heads.merge_groups, heads.merge_offset))
+        found.append((heads.merge_groups, heads.merge_offset, device.sharers(attention.name)))
     return list(dict.fromkeys(found))
 
 
-def _counts(device: Device, groups: int, offset: int) -> list[int]:
-    shares = device.shares(groups, offset)
+def _counts(device: Device, groups: int, offset: int, sharers: int) -> list[int]:
+    shares = device.shares(groups, offset, sharers)
     return [end - begin for begin, end in pairwise(shares)]
 
 

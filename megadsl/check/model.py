@@ -78,6 +78,15 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """The words of mk::ClusterShape: where parts and their barrier lie in shared memory, and how many feature groups a block adds."""
+
+    received: int
+    landed: int
+    groups: int
+
+
+@dataclass(frozen=True)
 class Step:
     """An instruction as it runs: its layer (None outside the loop) and the names its round may use."""
 
@@ -109,7 +118,7 @@ class Device:
         self.warps = self.consumer.warps
         self.records = {r.name: r.words for r in plan.shape}
         self.exchanges = {e.name: e for e in plan.exchanges}
-        self._shares: dict[tuple[int, int], list[int]] = {}
+        self._shares: dict[tuple[int, int, int], list[int]] = {}
         self._parts: dict[str, list[list[tuple[int, int, int]]]] = {}
         self._products: dict[str, Instr | None] = {}
         self.tiles: dict[tuple[int, str, bool], list[tuple[int, int]]] = {}  # of blocks, see megadsl/check/ring.py
@@ -138,11 +147,21 @@ class Device:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
         return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1], self.op(op).window or 0)
 
-    def shares(self, groups: int, offset: int) -> list[int]:
-        """First item of every block, and the end of the last's."""
-        if (groups, offset) not in self._shares:
-            self._shares[groups, offset] = [share_begin(groups, self.blocks, offset, i) for i in range(self.blocks + 1)]
-        return self._shares[groups, offset]
+    def cluster(self, op: str) -> Cluster | None:
+        """Where an attention adds its splits within a cluster of blocks."""
+        words = self.records.get(f"{ident(op)}_cluster")
+        return Cluster(*words[:3]) if words is not None else None
+
+    def shares(self, groups: int, offset: int, sharers: int | None = None) -> list[int]:
+        """First item of every block, and the end of the last's, where the first ``sharers`` (None: all) blocks share them."""
+        of = self.blocks if sharers is None else sharers
+        if (groups, offset, of) not in self._shares:
+            self._shares[groups, offset, of] = [share_begin(groups, of, offset, min(i, of)) for i in range(self.blocks + 1)]
+        return self._shares[groups, offset, of]
+
+    def sharers(self, op: str) -> int:
+        """How many blocks, the first ones, share out the features of an op's value."""
+        return self.blocks if self.cluster(op) is None else self.heads(op).units
 
     def parts(self, op: str) -> list[list[tuple[int, int, int]]]:
         """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
@@ -166,7 +185,7 @@ class Device:
         if features <= 0:
             return []
         first, count = begin // GROUP_ROWS, ceil_div(features, GROUP_ROWS)
-        found = {share_owner(e.groups, self.blocks, e.share_offset, g) for g in range(first, first + count)}
+        found = {share_owner(e.groups, e.owners, e.share_offset, g) for g in range(first, first + count)}
         return list(range(min(found), max(found) + 1)) if e.wire == "Tagged" else sorted(found)
 
     @cached_property

@@ -18,6 +18,8 @@ from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_wor
 from megadsl.check.memory import LAYERS, TURNS, block_kinds
 from megadsl.check.model import Device
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
+from megadsl.ir.schedule import MERGE_CLUSTER
+from megadsl.lower.exchanges import ASYNC
 from megadsl.lower.shape import ident
 from megadsl.machine import Machine
 from megadsl.types import Level
@@ -233,6 +235,7 @@ def plan_mutants(plan: Plan) -> Iterator[PlanMutant]:
     yield from _spoilt_shapes(plan)
     yield from _spoilt_areas(plan)
     yield from _spoilt_rings(plan)
+    yield from _spoilt_clusters(plan)
 
 
 def _instructions(program: Program) -> Iterator[Instr]:
@@ -287,7 +290,7 @@ def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
     while (slots := slots // 2) > 0:
         yield change(f"{slots} slots instead of {e.slots}", slots=slots)
     yield change(f"{e.slots + 1} slots instead of {e.slots}", slots=e.slots + 1)
-    for level in (Level.CLUSTER, Level.BLOCK):
+    for level in (Level.CLUSTER, Level.BLOCK) if e.level is Level.GPU else (Level.BLOCK,):
         yield change(f"scope of a {level.value}", level=level)
     if e.wire == "Sentinel":
         yield change("an empty value that can be produced", dtype="u32")
@@ -298,7 +301,7 @@ def _spoilt_exchange(plan: Plan, e: Exchange) -> Iterator[PlanMutant]:
         if plan.schedule.blocks > 1:
             yield change("another share", share_offset=(e.share_offset + 1) % plan.schedule.blocks)
     other = next(x for x in plan.exchanges if x is not e) if len(plan.exchanges) > 1 else None
-    if other is not None:
+    if other is not None and e.wire != ASYNC:
         yield change(f"in the place of {other.name}", offset=other.offset)
 
 
@@ -315,6 +318,7 @@ def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
         },
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
+        "mk::ClusterShape": {"place of the parts": 0, "place of their barrier": 1, "groups of a block": 2},
     }
     for record in plan.shape:
         for what, index in words.get(record.type, {}).items():
@@ -347,3 +351,12 @@ def _spoilt_rings(plan: Plan) -> Iterator[PlanMutant]:
     for value in (warps - 1, warps + 1, warps // 2):
         made = replace(plan, tunables=replace(plan.tunables, consumer_warps=value))
         yield PlanMutant(f"{value} arrivals on a stage instead of {warps}", "rings", made)
+
+
+def _spoilt_clusters(plan: Plan) -> Iterator[PlanMutant]:
+    """Launches in clusters of another size: the schedule alone says it."""
+    size = plan.schedule.cluster
+    for other in (size // 2, size * 2) if size > 1 else ():
+        ops = tuple(replace(o, splits=other) if o.merge == MERGE_CLUSTER else o for o in plan.schedule.ops)
+        made = replace(plan, schedule=replace(plan.schedule, ops=ops))
+        yield PlanMutant(f"clusters of {other} blocks instead of {size}", "launch", made)

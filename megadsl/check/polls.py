@@ -23,7 +23,8 @@ def gather(device: Device, instr: Instr, parts: list[int | None]) -> Bools:
     for block, part in enumerate(parts):
         if part is not None:
             polled[block, owners[part]] = True
-    silent = e.wire == "Tagged" or e.groups < device.blocks  # blocks that own nothing; with more groups there are none
+    # Blocks that own nothing are asked too; with more groups there are none, and what lies densely has no place for them.
+    silent = not e.dense and (e.wire == "Tagged" or e.groups < device.blocks)
     if instr.args["whole"] and silent:
         polled[:, :] = True
     return polled
@@ -104,6 +105,8 @@ def fresh_units(device: Device, op: str) -> Bools:
 def merge(device: Device, instr: Instr) -> Parts:
     """mk::run_merge: all splits of the KV heads that a block's feature groups belong to, by the turn that published them."""
     heads, op, blocks = device.heads(instr.op), device.op(instr.op), device.blocks
+    if device.cluster(instr.op) is not None:
+        return [_of_a_cluster(device, instr.op)]
     shares = device.shares(heads.merge_groups, heads.merge_offset)
     per_kv = op.head_dim // 8 * (heads.rows // device.tokens)
     parts = [np.zeros((blocks, blocks), dtype=np.bool_) for _ in range(ceil_div(heads.units, blocks))]
@@ -112,6 +115,14 @@ def merge(device: Device, instr: Instr) -> Parts:
             for unit in range(head * heads.splits, (head + 1) * heads.splits):
                 parts[unit // blocks][block, unit % blocks] = True
     return parts
+
+
+def _of_a_cluster(device: Device, op: str) -> Bools:
+    """mk::merge_cluster: every block with a unit waits for those of its cluster."""
+    units, size = device.heads(op).units, device.plan.schedule.cluster
+    block = np.arange(device.blocks)
+    polled: Bools = (block[:, None] // size == block[None, :] // size) & (block[:, None] < units) & (block[None, :] < units)
+    return polled
 
 
 def winners(device: Device) -> Bools:

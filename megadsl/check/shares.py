@@ -13,7 +13,7 @@ from megadsl.diagnostics import declare
 from megadsl.ir.graph import Attention, Linear
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_begin, share_owner
-from megadsl.lower.exchanges import row_vectors, vectors_for
+from megadsl.lower.exchanges import ASYNC, PART_BYTES, row_vectors, vectors_for
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -50,7 +50,8 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
     for attention in device.ops[1]:
         _attention(device, attention, findings)
     for e in device.plan.exchanges:
-        _exchange(device, e, findings)
+        if e.wire != ASYNC:
+            _exchange(device, e, findings)
     _arena(device, findings)
     lengths = _rows(device, findings)
     proved = [
@@ -65,23 +66,21 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
     return proved
 
 
-def _split(device: Device, op: str, what: str, groups: int, offset: int, findings: Findings) -> None:
+def _split(device: Device, op: str, what: str, groups: int, offset: int, findings: Findings, sharers: int | None = None) -> None:
     """share_begin tiles [0, groups), and share_owner is its inverse."""
-    span = device.op(op).span
-    shares = device.shares(groups, offset)
+    span, of = device.op(op).span, device.blocks if sharers is None else sharers
+    shares = device.shares(groups, offset, of)
     wrong = ""
     if shares[0] != 0 or shares[-1] != groups or any(a > b for a, b in pairwise(shares)):
         wrong = f"blocks own {shares[0]} to {shares[-1]} of {groups}"
     else:
         for g in range(groups):
-            owner = share_owner(groups, device.blocks, offset, g)
-            if not share_begin(groups, device.blocks, offset, owner) <= g < share_begin(groups, device.blocks, offset, owner + 1):
+            owner = share_owner(groups, of, offset, g)
+            if not share_begin(groups, of, offset, owner) <= g < share_begin(groups, of, offset, owner + 1):
                 wrong = f"group {g} is looked for at block {owner}, which does not own it"
                 break
     if wrong:
-        findings.add(
-            COVER, span, [("blocks", [f"{groups} groups, offset {offset}, {device.blocks} blocks"])], op=op, what=what, wrong=wrong
-        )
+        findings.add(COVER, span, [("blocks", [f"{groups} groups, offset {offset}, {of} blocks"])], op=op, what=what, wrong=wrong)
 
 
 def _linear(device: Device, op: Linear, findings: Findings) -> None:
@@ -124,8 +123,9 @@ def _attention(device: Device, op: Attention, findings: Findings) -> None:
         sides = [("kernel", [str(mine)]), ("spec and exchange", [str(theirs)])]
         wrong = f"(KV heads, query rows, merged groups, units) are {mine}, they should be {theirs}"
         findings.add(COVER, op.span, sides, op=op.name, what="units", wrong=wrong)
-    _split(device, op.name, "merged groups", heads.merge_groups, heads.merge_offset, findings)
-    _room(op.name, parts, rows * row_vectors(op.head_dim), findings)
+    _split(device, op.name, "merged groups", heads.merge_groups, heads.merge_offset, findings, device.sharers(op.name))
+    sent = rows * row_vectors(op.head_dim) if parts.wire != ASYNC else rows * op.head_dim // GROUP_ROWS * PART_BYTES // 16
+    _room(op.name, parts, sent, findings)
 
 
 def _room(op: str, e: Exchange, need: int, findings: Findings) -> None:
@@ -162,11 +162,12 @@ def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
         _room(op, e, device.tokens, findings)
     if e.dtype != "bf16":
         return
-    _split(device, op, f"exchange {e.name}", e.groups, e.share_offset, findings)
-    shares = device.shares(e.groups, e.share_offset)
+    sharers = device.sharers(op)
+    _split(device, op, f"exchange {e.name}", e.groups, e.share_offset, findings, sharers)
+    shares = device.shares(e.groups, e.share_offset, sharers)
     most = max(range(device.blocks), key=lambda b: shares[b + 1] - shares[b])
     need = (shares[most + 1] - shares[most]) * device.tokens
-    if need > e.units or e.vectors < vectors_for(e.sync, e.units) or e.owners != device.blocks:
+    if need > e.units or e.vectors < vectors_for(e.sync, e.units) or e.owners != sharers:
         rows = [(f"block {most}", [f"{need} units"]), (f"exchange {e.name}", [f"{e.units} units, {e.vectors} vectors, {e.owners} owners"])]
         findings.add(CAPACITY, e.span, rows, op=op, block=most, need=need, value=e.name, have=e.units)
     if GROUP_ROWS * e.groups < device.plan.graph.value(e.name).features:
@@ -176,7 +177,7 @@ def _exchange(device: Device, e: Exchange, findings: Findings) -> None:
 
 
 def _arena(device: Device, findings: Findings) -> None:
-    taken = [(e.offset, e.offset + e.slot_bytes * e.slots, e) for e in device.plan.exchanges]
+    taken = [(e.offset, e.offset + e.slot_bytes * e.slots, e) for e in device.plan.exchanges if e.wire != ASYNC]
     taken += [(e.flags_offset, e.flags_offset + 64 * e.owners, e) for e in device.plan.exchanges if e.wire == "Flag"]
     taken.sort(key=lambda t: t[0])
     for (_, end, e), (begin, _, other) in pairwise(taken):

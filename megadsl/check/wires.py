@@ -24,6 +24,7 @@ from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.graph import Embed
 from megadsl.ir.plan import FIRST_EPOCH, Exchange, Instr
+from megadsl.lower.exchanges import ASYNC
 from megadsl.types import Level
 
 WIRE = declare(
@@ -33,8 +34,8 @@ WIRE = declare(
 )
 SCOPE = declare(
     "MK541",
-    "{value!r} is exchanged between all blocks, its sync spans a {level}",
-    "use level=mk.Level.GPU, or read the value in the block that writes it",
+    "{value!r} is exchanged between {all}, its sync spans a {level}",
+    "use level=mk.Level.{own}, or read the value in the block that writes it",
 )
 WORDS = declare("MK547", "{value!r} is sent word by word, and is read as {kind}", "publish it staged")
 SLOTS = declare("MK542", "{value!r} is exchanged as {kind} with {slots} slots", "use a power of two that is at least {least}")
@@ -53,7 +54,7 @@ FRESH = declare(
     "count its rounds from epoch * uses on, with fewer slots: none of the first ones may be 0 modulo 2^16",
 )
 
-LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2}
+LEAST_SLOTS = {"Tagged": 2, "Sentinel": 4, "Flag": 2, ASYNC: 1}
 _ENDS = {"publish": [("wire", "value", "publishes")], "gather": [("wire", "value", "reads")], "gather_kept": [("wire", "value", "reads")]}
 _ENDS["merge"] = _ENDS["add_parts"] = [("wire", "parts", "reads")]
 _ENDS["matrix"] = [("parts_wire", "parts", "publishes")]
@@ -131,13 +132,14 @@ def _words(device: Device, step: Step, findings: Findings) -> None:
 def _kind(e: Exchange, findings: Findings) -> None:
     least = LEAST_SLOTS[e.wire]
     rows = [(f"exchange {e.name}", [f"{e.wire}, {e.dtype}, {e.slots} slots, level {e.level.value}"])]
-    if e.slots < least or e.slots & (e.slots - 1):
+    if e.slots < least or e.slots & (e.slots - 1) or (e.wire == ASYNC and e.slots > least):
         findings.add(SLOTS, e.span, rows, op=e.name, value=e.name, kind=e.wire, slots=e.slots, least=least)
     if e.wire == "Sentinel" and not carried_by_sentinel(e.dtype):
         findings.add(EMPTY, e.span, rows, op=e.name, value=e.name, dtype=e.dtype)
-    if e.level is not Level.GPU or e.sync.level is not Level.GPU:
-        level = e.level if e.level is not Level.GPU else e.sync.level
-        findings.add(SCOPE, e.span, rows, op=e.name, value=e.name, level=level.value)
+    own, spans = (Level.CLUSTER, "the blocks of a cluster") if e.wire == ASYNC else (Level.GPU, "all blocks")
+    levels = [e.level] if e.wire == ASYNC else [e.level, e.sync.level]  # parts that a cluster adds do not use their edge's sync
+    if wrong := [level for level in levels if level is not own]:
+        findings.add(SCOPE, e.span, rows, op=e.name, value=e.name, level=wrong[0].value, all=spans, own=own.name)
 
 
 def _rounds(device: Device, findings: Findings) -> None:
@@ -164,6 +166,8 @@ def _fresh(device: Device, findings: Findings) -> None:
         e = device.exchanges[str(step.instr.args[ends[0]])]
         seen.add(e.name)
         first = replace(step, names={**step.names, "layers": device.plan.graph.layers}).round(ends[1]) % 2**32
+        if e.wire == ASYNC:  # a launch begins with a barrier of its own
+            continue
         modulus = 2**32 if e.wire == "Flag" or e.dtype == "u32" else 2**16
         # Tags: round 0 among those that meet a slot first. Flags: a flag of 0 stands for a round and those up to slots - 1 before.
         if e.wire != "Sentinel" and -first % modulus < e.slots:

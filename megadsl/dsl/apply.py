@@ -50,6 +50,7 @@ NOT_FOR = declare("MK158", "schedule: {op!r} has no {what}", "{call} is for {whi
 # What would change nothing of some ops: of which it would, what the others lack, the call, and the first in words.
 _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
     "splits": (lambda op: isinstance(op, Attention), "KV range to split", "split(kv=...)", "attention ops"),
+    "merge": (lambda op: isinstance(op, Attention), "splits to add", "merge(...)", "attention ops"),
     "residual": (
         lambda op: isinstance(op, Linear) and bool(kept_values(op)),
         "rows of another op to add",

@@ -29,6 +29,7 @@ from megadsl.dsl.overrides import (
     recorded,
 )
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES, SCOPES
+from megadsl.ir.schedule import MERGES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -97,6 +98,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("gather", OP, "s[...].gather(...)", SetSplit, "gather", words(*GATHERS), _ROUNDS, _CODE),
     Knob("residual", OP, "s[...].residual(...)", SetSplit, "residual", words(*RESIDUALS), _KEEPS, _CODE),
     Knob("publish", OP, "s[...].publish(...)", SetSplit, "publish", words(*PUBLISHES), _KEEPS, _CODE),
+    Knob("merge", OP, "s[...].merge(...)", SetSplit, "merge", words(*MERGES), _ROUNDS, _CODE),
     Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),

@@ -87,7 +87,7 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, publish."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, publish, merge."""
 
     op: str
     changes: Changes

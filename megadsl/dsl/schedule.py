@@ -25,7 +25,7 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import MERGES, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
@@ -298,6 +298,19 @@ class OpHandle:
         span = caller_span()
         self._block.choice("publish", form, PUBLISHES, span)
         self._block.record(SetSplit(self._op, (("publish", form),), span))
+        return self
+
+    def merge(self, where: str) -> OpHandle:
+        """Where an attention's splits are added. May round differently: where it changes how many splits a thread adds.
+
+        "exchange": each block polls, from all blocks, the parts of the features that it adds. "cluster": a KV head's splits are a cluster
+        of blocks (2, 4 or 8; the whole launch is in clusters of so many), and each sends the others their features of its part through
+        distributed shared memory, past the loads in flight; for an attention whose value goes by mk.Sentinel, with a block for each
+        split of each KV head. The parts' own sync is not used then.
+        """
+        span = caller_span()
+        self._block.choice("merge", where, MERGES, span)
+        self._block.record(SetSplit(self._op, (("merge", where),), span))
         return self
 
     def sync(self, sync: Sync) -> OpHandle:

@@ -13,7 +13,7 @@ from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, Plan
-from megadsl.lower.exchanges import is_local
+from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.heads import few_rows
@@ -155,6 +155,7 @@ def _attentions(plan: Plan) -> dict[str, Any]:
         "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
         "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
         "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
+        "clustered": [op for op in plan.graph.ops if isinstance(op, Attention) and merges_in_cluster(op, plan.schedule)],
         "head_vectors": head_vectors,
         "head_vector_name": head_vector_name,
         "head_value": _head_value,

@@ -50,6 +50,8 @@ class Point(IntEnum):
     FREE = 14
     EMPTY = 15
     ZERO_TRIP = 16
+    SEND = 17
+    CLUSTER = 18
 
 
 class Change(IntEnum):

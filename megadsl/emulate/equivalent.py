@@ -90,6 +90,10 @@ def _taken(place: Place, facts: Facts) -> bool:
     return facts.proved and _nobody_gave_up(place, facts) and not facts.passes("leave_steps")
 
 
+def _taken_parts(place: Place, facts: Facts) -> bool:
+    return facts.proved and _nobody_gave_up(place, facts)
+
+
 def _met_since(place: Place, facts: Facts) -> bool:
     """Whether the stages let go of are of tiles that were taken before the block met: a finisher, for partial sums, behind a merge, or
     its publication."""
@@ -191,6 +195,14 @@ EQUIVALENT = (
         "only a launch that was given up, or that a stop id has ended early, needs it, and none was: in every other the consumers wait for"
         " every copy, as the checker proves, and shared memory outlives them",
         _taken,
+    ),
+    Equivalent(
+        Point.CLUSTER,
+        Change.DROP,
+        "leave_cluster",
+        "only a launch that gives up sends to a block that no longer waits for it, and none did: in every other a block leaves behind the"
+        " last part that it is sent",
+        _taken_parts,
     ),
     Equivalent(
         Point.LOAD,

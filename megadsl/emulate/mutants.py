@@ -32,6 +32,8 @@ CHANGES: dict[Point, tuple[Change, ...]] = {
     Point.FREE: (Change.DROP,),
     Point.EMPTY: (Change.DROP,),
     Point.ZERO_TRIP: (Change.DROP,),
+    Point.SEND: (Change.DROP,),
+    Point.CLUSTER: (Change.DROP,),
 }
 
 _WORDS: dict[tuple[Point, Change], str] = {
@@ -62,6 +64,8 @@ _WORDS: dict[tuple[Point, Change], str] = {
     (Point.FREE, Change.DROP): "slot let go of one step early",
     (Point.EMPTY, Change.DROP): "empty value sent as it is",
     (Point.ZERO_TRIP, Change.DROP): "path without work skipped",
+    (Point.SEND, Change.DROP): "store to another block of the cluster dropped",
+    (Point.CLUSTER, Change.DROP): "barrier of the cluster dropped",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
+from megadsl.ir.schedule import MERGE_CLUSTER
 
 
 def print_plan(plan: Plan) -> str:
@@ -58,6 +59,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
         held = f", {p.registers} tiles into registers ahead of its input" if p.registers else ""
         ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
+        splits += f" added within clusters of {op.splits}" if op.merge == MERGE_CLUSTER else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
         scale += ", gathered into registers" if op.gather == "registers" else ""

@@ -78,6 +78,9 @@ class Role:
     warps: int
 
 
+MERGES = MERGE_EXCHANGE, MERGE_CLUSTER = ("exchange", "cluster")
+
+
 @dataclass(frozen=True)
 class OpSchedule:
     """Per op. ``loader`` names the role that streams its weights (or KV rows). ``splits``: attention only, parts of the
@@ -89,7 +92,9 @@ class OpSchedule:
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
     computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
     pass between the meeting of the block and the first poll of the op's input. ``publish``: results are "staged" in shared memory
-    as the vectors that travel, or leave word by word from the "registers" of who has them."""
+    as the vectors that travel, or leave word by word from the "registers" of who has them. ``merge``: an attention's splits are added by
+    whoever gathers them from an "exchange" of all blocks, or within a "cluster" of as many blocks as there are splits
+    (rounding-changing)."""
 
     op: str
     loader: str
@@ -104,6 +109,7 @@ class OpSchedule:
     residual: str = "block"
     pause: int = 0
     publish: str = "staged"
+    merge: str = MERGE_EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,11 @@ class Schedule:
 
     def role(self, name: str) -> Role:
         return next(r for r in self.roles if r.name == name)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: where splits are added within one, as many as there are splits."""
+        return max((o.splits for o in self.ops if o.merge == MERGE_CLUSTER), default=1)
 
     @property
     def consumer(self) -> Role:

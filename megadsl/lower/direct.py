@@ -76,9 +76,9 @@ def why_shared(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | No
 def not_dense(name: str, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
     """Why a value's units do not lie in the order of its features, and what would mend it; None where they do."""
     value = graph.value(name)
-    groups = sharing(graph.op(value.producer), value.features, schedule).groups
-    if groups < schedule.blocks or not isinstance(schedule.edge(name).sync, Sentinel):
-        return f"{name!r} is not dense", f"use mk.Sentinel() for it and at most {groups} blocks"
+    share = sharing(graph.op(value.producer), value.features, schedule)
+    if share.groups < share.blocks or not isinstance(schedule.edge(name).sync, Sentinel):
+        return f"{name!r} is not dense", f"use mk.Sentinel() for it and at most {share.groups} blocks"
     return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange
-from megadsl.ir.schedule import Schedule, Sync, Tagged
+from megadsl.ir.schedule import MERGE_CLUSTER, Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -16,22 +16,43 @@ FLAG_BYTES = 64  # one flag word per owner, each in its own 64 bytes
 SENTINEL_EMPTY = 0xFF
 LASTS_PER_VECTOR = 7
 MERGE_AT_ONCE = 2  # splits that a lane polls together, three vectors each
+PART_BYTES = 48  # of a group of a token, as a cluster's blocks send it: mk::kPartVectors
+ASYNC = "Async"  # in place of a wire: parts that a cluster's blocks send each other
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who produces a value's features: groups of 8, rotated by ``share_offset``."""
+    """Who produces a value's features: groups of 8 that the first ``blocks`` blocks share, rotated by ``share_offset``."""
 
     groups: int
     share_offset: int
+    blocks: int
+
+    @property
+    def most(self) -> int:
+        """Groups that any block owns, at most."""
+        return largest_share(self.groups, self.blocks, self.share_offset)
 
 
 def sharing(op: Op, features: int, schedule: Schedule) -> Sharing:
     """How the producing op shares out the features of its value."""
-    offset = schedule.op(op.name).share_offset
+    offset, groups, blocks = schedule.op(op.name).share_offset, ceil_div(features, GROUP_ROWS), schedule.blocks
     if isinstance(op, Linear):
-        return Sharing(tiling(op).shares, offset)
-    return Sharing(ceil_div(features, GROUP_ROWS), offset)
+        return Sharing(tiling(op).shares, offset, blocks)
+    if isinstance(op, Attention) and merges_in_cluster(op, schedule):
+        return Sharing(groups, 0, op.kv_heads * schedule.op(op.name).splits)
+    return Sharing(groups, offset, blocks)
+
+
+def merges_in_cluster(op: Attention, schedule: Schedule) -> bool:
+    """Whether the splits of an attention are added within a cluster of blocks."""
+    return schedule.op(op.name).merge == MERGE_CLUSTER
+
+
+def received_bytes(op: Attention, tokens: int, schedule: Schedule) -> int:
+    """What each block of a cluster is sent of all splits; 0 where splits travel otherwise."""
+    splits = schedule.op(op.name).splits
+    return sharing(op, op.heads * op.head_dim, schedule).most * tokens * splits * PART_BYTES if merges_in_cluster(op, schedule) else 0
 
 
 def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, int]:
@@ -41,7 +62,9 @@ def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, in
     trip to the other blocks' parts.
     """
     share, splits = sharing(op, op.heads * op.head_dim, schedule), schedule.op(op.name).splits
-    items = largest_share(share.groups, schedule.blocks, share.share_offset) * tokens
+    if merges_in_cluster(op, schedule):
+        return splits, 1
+    items = share.most * tokens
     lanes = min(WARP_THREADS, 1 << (splits - 1).bit_length())
     if lanes > 1 and items * lanes > schedule.consumer.warps * WARP_THREADS:
         lanes //= 2
@@ -81,9 +104,9 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
         if value.initial is not None:
             _same_share(graph.op(value.initial), share, value.features, schedule)
         sync = schedule.edge(value.name).sync
-        units = largest_share(share.groups, schedule.blocks, share.share_offset) * graph.tokens
+        units = share.most * graph.tokens
         uses = "1" if op.loop is None else ("layers + 1" if value.initial is not None else "layers")
-        placed = arena.place(value.name, sync, "bf16", schedule.blocks, units, share, uses, op)
+        placed = arena.place(value.name, sync, "bf16", share.blocks, units, share, uses, op)
         found.append(replace(placed, words=schedule.op(op.name).publish == "registers"))
     for op in graph.ops:
         if isinstance(op, Attention):
@@ -91,7 +114,7 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
         if isinstance(op, Linear) and schedule.op(op.name).ways > 1:
             found.append(_column_parts(arena, op, graph, schedule))
         if isinstance(op, Linear) and op.sink == "argmax":
-            share = Sharing(schedule.blocks, 0)
+            share = Sharing(schedule.blocks, 0, schedule.blocks)
             found.append(arena.place(f"{op.name}.best", Tagged(), "u32", schedule.blocks, graph.tokens, share, "1", op))
     return tuple(found), arena.bytes, tuple(arena.fills)
 
@@ -101,9 +124,11 @@ def _parts(arena: _Arena, op: Attention, graph: Graph, schedule: Schedule) -> Ex
     name = f"{op.name}.parts"
     units = op.kv_heads * schedule.op(op.name).splits
     rows = op.heads // op.kv_heads * graph.tokens
-    vectors = rows * row_vectors(op.head_dim)
-    uses = "1" if op.loop is None else "layers"
-    return arena.place(name, schedule.edge(name).sync, "f32", units, vectors, Sharing(units, 0), uses, op)
+    uses, sync = "1" if op.loop is None else "layers", schedule.edge(name).sync
+    if merges_in_cluster(op, schedule):
+        sent = rows * op.head_dim // GROUP_ROWS * PART_BYTES // 16
+        return Exchange(name, Level.CLUSTER, sync, ASYNC, "f32", 0, units, sent, sent, 1, units, 0, 0, uses, op.span)
+    return arena.place(name, sync, "f32", units, rows * row_vectors(op.head_dim), Sharing(units, 0, units), uses, op)
 
 
 def _column_parts(arena: _Arena, op: Linear, graph: Graph, schedule: Schedule) -> Exchange:
@@ -111,7 +136,7 @@ def _column_parts(arena: _Arena, op: Linear, graph: Graph, schedule: Schedule) -
     shares, offset = part_shares(op, schedule)
     vectors = largest_share(shares, schedule.blocks, offset) * tiling(op).fold * graph.tokens * 2
     name, uses = f"{op.name}.parts", "1" if op.loop is None else "layers"
-    return arena.place(name, schedule.edge(name).sync, "f32", schedule.blocks, vectors, Sharing(shares, offset), uses, op)
+    return arena.place(name, schedule.edge(name).sync, "f32", schedule.blocks, vectors, Sharing(shares, offset, schedule.blocks), uses, op)
 
 
 def row_vectors(head_dim: int) -> int:

@@ -144,7 +144,7 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
     if isinstance(op, Attention):
         if e.name == f"{op.name}.parts":
             share = sharing(op, op.heads * op.head_dim, schedule)
-            items = largest_share(share.groups, schedule.blocks, share.share_offset) * graph.tokens
+            items = share.most * graph.tokens
             return items * schedule.op(op.name).splits * MERGE_VECTORS
         return _unit(plan, e, op)
     if not isinstance(op, Linear):
@@ -158,8 +158,8 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
 
 def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
     """The units that the features [begin, end) touch, and the extra vectors of all blocks from the first owner to the last."""
-    blocks, first, last = plan.schedule.blocks, begin // GROUP_ROWS, (end - 1) // GROUP_ROWS
-    owners = share_owner(e.groups, blocks, e.share_offset, last) - share_owner(e.groups, blocks, e.share_offset, first) + 1
+    first, last = begin // GROUP_ROWS, (end - 1) // GROUP_ROWS
+    owners = share_owner(e.groups, e.owners, e.share_offset, last) - share_owner(e.groups, e.owners, e.share_offset, first) + 1
     return (last - first + 1) * plan.graph.tokens + owners * (e.vectors - e.units)
 
 

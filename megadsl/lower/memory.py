@@ -13,7 +13,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import chunk_budget, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
-from megadsl.lower.exchanges import is_local, kept_locally
+from megadsl.lower.exchanges import is_local, kept_locally, merges_in_cluster, received_bytes
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.heads import parts_bytes
@@ -40,6 +40,7 @@ HELD = declare(
 
 MIN_STAGES = 2
 ABORT_BYTES = 16
+BARRIER_BYTES = 8
 UNIT_BYTES = 16  # 8 features of one token
 TAPE_ENTRY_BYTES = 56
 
@@ -101,6 +102,16 @@ def _place(areas: list[Area], at: int, phase: list[tuple[str, int]]) -> int:
         areas.append(Area(name, at, size, overlay=True))
         at += round_up(size, 128)
     return at
+
+
+def received_name(op: Attention) -> str:
+    """The area where the blocks of a cluster leave their splits for this one to add."""
+    return f"{op.name}.received"
+
+
+def landed_name(op: Attention) -> str:
+    """The area of the barrier that counts their bytes."""
+    return f"{op.name}.landed"
 
 
 def copy_name(op: Linear, arg: str) -> str:
@@ -174,7 +185,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "meeting", 4
     yield "progress", PROGRESS_BYTES if feeds_itself(graph, schedule) else 0
     for role, ring in schedule.rings:
-        yield f"barriers.{role}", 2 * 8 * max(ring.stages, _most_stages(ring))
+        yield f"barriers.{role}", 2 * BARRIER_BYTES * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
         yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, graph, schedule) for op in loaded)
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
@@ -187,6 +198,10 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
         yield f"kept.{value}", e.units * UNIT_BYTES
+    for op in graph.ops:  # other blocks write there while this one is anywhere: nothing else may lie there
+        if isinstance(op, Attention) and merges_in_cluster(op, schedule):
+            yield received_name(op), received_bytes(op, tokens, schedule)
+            yield landed_name(op), BARRIER_BYTES
 
 
 def _partials_bytes(graph: Graph, schedule: Schedule) -> int:

@@ -14,6 +14,7 @@ from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.builder import Builder
+from megadsl.lower.cluster import check_clusters
 from megadsl.lower.direct import choose_gathers
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
@@ -87,6 +88,7 @@ def _schedule(state: Lowering) -> None:
     state.graph = factor(state.graph, state.schedule)
     state.schedule = choose_finish(state.graph, state.schedule, state.machine)
     state.schedule = choose_registers(state.graph, state.schedule, state.machine)
+    check_clusters(state.graph, state.schedule, state.machine, state.overrides)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     check_publications(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)

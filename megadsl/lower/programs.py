@@ -9,7 +9,7 @@ from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import Builder, sequence
-from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes
+from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes, merges_in_cluster
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.heads import in_halves, query_tiles
@@ -132,6 +132,7 @@ def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
     syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and not finishers(builder.schedule) else ()
     # table: rows of one, which those who multiply publish; raw: its bits as they lie there, rather than results of conversions
     args |= {"solo": alone, "table": isinstance(op, Embed), "raw": isinstance(op, Embed) and op.expr is None}
+    args |= {"cluster": isinstance(op, Attention) and merges_in_cluster(op, builder.schedule)}
     args |= {"words": by_words(builder, op), "kept": value in kept_locally(builder.graph, builder.schedule)}
     reads = () if args["words"] and not args["kept"] else (staged(),)
     return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, reads, (into,), syncs=syncs, args=args)
@@ -422,7 +423,7 @@ def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
         "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
-        "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
+        "cluster": merges_in_cluster(op, builder.schedule), "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
         "pause": builder.schedule.op(op.name).pause, "halves": in_halves(op, builder.graph.tokens, builder.schedule.consumer.warps),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
@@ -459,10 +460,12 @@ def _unit_features(op: Attention) -> ValueRef:
 def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     parts = builder.exchange(f"{op.name}.parts")
     round_ = sequence(builder, parts.name, op.name)
-    site = builder.site(role, op.name, "exchange", f"tag of {parts.name}", op.span)
+    cluster = merges_in_cluster(op, builder.schedule)
+    expects = f"parity of the round of {parts.name}" if cluster else f"tag of {parts.name}"
+    site = builder.site(role, op.name, "exchange", expects, op.span)
     region = Region("exchange", parts.name, parts.level, round_)
     lanes, at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)
-    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once}
+    args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once, "cluster": cluster}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), results_of(builder, op), syncs=_end(builder, op), args=args)
     yield _publish(builder, op, role, op.out)
     yield from _keep(builder, op, op.out)

@@ -9,9 +9,9 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
-from megadsl.lower.exchanges import kept_locally, sharing
+from megadsl.lower.exchanges import ASYNC, kept_locally, merges_in_cluster, sharing
 from megadsl.lower.gathers import tiles_together
-from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
+from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
@@ -65,7 +65,7 @@ def build_shape(
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
-    records.extend(_exchange(e) for e in exchanges)
+    records.extend(_exchange(e) for e in exchanges if e.wire != ASYNC)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
     kv_at = 0
     for op in graph.ops:
@@ -153,6 +153,9 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     share = sharing(op, op.heads * op.head_dim, schedule)
     merge = (share.groups, share.share_offset, op.heads // op.kv_heads, divisor_inverse(op.heads // op.kv_heads))
     found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
+    if merges_in_cluster(op, schedule):
+        place = (memory.offset(received_name(op)), memory.offset(landed_name(op)))
+        found.append(Record("mk::ClusterShape", f"{ident(op.name)}_cluster", (*place, share.most, divisor_inverse(share.most))))
     return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ NOT_RESIDENT = declare(
     "a grid of {blocks} blocks cannot be co-resident: there is room for {per_sm} per SM x {sms} SMs = {capacity}"
     " ({threads} threads, {smem} bytes of shared memory, {registers} registers per thread)",
     "schedule at most {capacity} blocks, or fewer ring stages, warps or registers; in a green context, give it more SMs",
+)
+NO_CLUSTERS = declare(
+    "MK468",
+    "a grid of {blocks} blocks in clusters of {size} cannot be co-resident: there is room for {clusters} clusters, {capacity} blocks",
+    'schedule at most {capacity} blocks, or add the splits elsewhere: s["attention"].merge("exchange")',
 )
 SMEM_REFUSED = declare("MK445", "a block needs {smem} bytes of shared memory, this GPU gives at most {most}", "schedule a smaller ring")
 CALL_FAILED = declare(
@@ -101,8 +106,8 @@ class CudaKernel:
         self._functions = [call("cuKernelGetFunction", call("cuLibraryGetKernel", self._library, name.encode())) for name in names]
         self._allow_smem(manifest["smem_bytes"], device)
         self._blocks, self._threads, self._smem = manifest["blocks"], manifest["threads"], manifest["smem_bytes"]
+        self._config, self._cluster = self._launch_config(manifest), manifest["cluster"]
         self._require_room(torch.cuda.get_device_properties(device).multi_processor_count)
-        self._config = self._launch_config(manifest)
         self._stream = 0
         # the launch reads these through raw pointers, so they live as long as the kernel
         self._buffers = (ctypes.c_uint64 * len(pointers))(*pointers)
@@ -161,20 +166,39 @@ class CudaKernel:
         if per_sm * sms < self._blocks:
             figures = {"blocks": self._blocks, "per_sm": per_sm, "sms": sms, "capacity": per_sm * sms}
             raise error(NOT_RESIDENT, **figures, threads=self._threads, smem=self._smem, registers=self.registers)
+        self._require_clusters()
+
+    def _require_clusters(self) -> None:
+        if self._cluster == 1:
+            return
+        clusters = min(call("cuOccupancyMaxActiveClusters", function, self._config) for function in self._functions)
+        if clusters * self._cluster < self._blocks:
+            figures = {"blocks": self._blocks, "size": self._cluster, "clusters": clusters, "capacity": clusters * self._cluster}
+            raise error(NO_CLUSTERS, **figures)
 
     def _launch_config(self, manifest: Mapping[str, Any]) -> Any:
-        attribute = driver.CUlaunchAttribute()
-        if len(manifest["launches"]) == 1:
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
-        else:
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = manifest["blocks"], 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = manifest["threads"], 1, 1
         config.sharedMemBytes = manifest["smem_bytes"]
         config.hStream = driver.CUstream(0)
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        config.attrs = list(_launch_attributes(manifest))
+        config.numAttrs = len(config.attrs)
         return config
+
+
+def _launch_attributes(manifest: Mapping[str, Any]) -> Iterator[Any]:
+    order = driver.CUlaunchAttribute()
+    if len(manifest["launches"]) == 1:
+        order.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        order.value.cooperative = 1
+    else:
+        order.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        order.value.programmaticStreamSerializationAllowed = 1
+    yield order
+    if manifest["cluster"] > 1:
+        clusters = driver.CUlaunchAttribute()
+        clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = clusters.value.clusterDim
+        size.x, size.y, size.z = manifest["cluster"], 1, 1
+        yield clusters

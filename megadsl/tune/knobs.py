@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Linear, kept_values
-from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import MERGES, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -314,6 +314,13 @@ TURNS: tuple[Turn, ...] = (
         _op_field("publish"),
         lambda scene, of: PUBLISHES,
         _each_run(0.1),
+    ),
+    Turn(
+        knobs_of(OP)["merge"],
+        lambda scene: [(op.name,) for op in attentions(scene.graph)],
+        _op_field("merge"),
+        lambda scene, of: MERGES,
+        _each_run(0.3),
     ),
     Turn(
         knobs_of(OP)["columns"],

@@ -95,6 +95,7 @@ MK_FN void check_cluster(const char* p, u32 bytes, u32 alignment) {
 MK_FN void issue_store_async(char* dst, const void* value, u32 bytes, char* barrier, detect::Pc pc) {
   check_cluster(dst, bytes, bytes);
   check_cluster(barrier, 8, 8);
+  if (detect::change_at(Point::kSend, pc) == Change::kDrop) return;
   Agent a{0, 0, dst, nullptr, bytes, barrier, {}, Counts::kBytes};
   std::memcpy(a.payload, value, bytes);
   issue(a, pc);

@@ -71,6 +71,8 @@ enum class Point : u32 {
   kFree,         // a stage that is let go of
   kEmpty,        // a value that could look empty
   kZeroTrip,     // what a block without work does
+  kSend,         // st.async
+  kCluster,      // barrier.cluster
 };
 
 // Mistakes that a mutant can make at its points.

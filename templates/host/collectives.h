@@ -130,7 +130,8 @@ MK_FN void complete_cluster_if_all_arrived(ClusterBarrier& c) {
   }
 }
 
-MK_FN void cluster_arrive() {
+MK_FN void cluster_arrive(detect::Pc pc) {
+  if (detect::change_at(Point::kCluster, pc) == Change::kDrop) return;
   Lane& me = *rt.lane;
   ClusterBarrier& c = *rt.block->cluster;
   if (me.cluster_phase > c.phase) fault("cluster_arrive twice without cluster_wait");

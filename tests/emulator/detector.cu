@@ -215,6 +215,35 @@ MK_DEV void learn_phases(int bug) {
   }
 }
 
+constexpr int kNoAnswer = 1, kNoArrivalWait = 2;
+
+// In a cluster of two, block 0 sends two vectors to one place of block 1, the second one once block 1 has said, by a relaxed store, that it has read the
+// first. The bugs: it does not wait for that; block 1 does not wait for what it reads.
+MK_DEV void send_twice(const mk::Buffers& b, int bug) {
+  const auto slot = ptx::smem_base().at<u32x4>(0);
+  const auto landed = ptx::smem_base().at<u64>(1024);
+  u32* flag = reinterpret_cast<u32*>(b.exchange);
+  if (ptx::thread_id() == 0) {
+    ptx::mbar_init(landed, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (u32 round = 0; round < 2 && ptx::thread_id() == 0; ++round) {
+    if (ptx::block_id() == 0) {
+      if (round == 1 && bug != kNoAnswer && !wait_word(flag, 1, false)) break;
+      ptx::st_async(ptx::mapa(slot, 1), u32x4{round, round, round, round}, ptx::mapa(landed, 1));
+    } else {
+      ptx::mbar_arrive_expect_tx(landed, 16);
+      if (bug != kNoArrivalWait && !wait_phase(landed, round, 14)) break;
+      ptx::st_global<u32>(reinterpret_cast<u32*>(b.kv) + round, ptx::ld_shared(slot).x);
+      ptx::st_relaxed<u32>(flag, round + 1);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
 extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, const __grid_constant__ Shape s) {
   const bool bug = s.bug != 0;
   switch (s.scenario) {
@@ -230,6 +259,7 @@ extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, con
     case 9: return write_after_read(b, bug);
     case 10: return learn_phases(s.bug);
     case 11: return run_lane_ring(b, s.bug);
+    case 12: return send_twice(b, s.bug);
   }
 }
 

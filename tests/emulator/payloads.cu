@@ -29,7 +29,7 @@ MK_DEV void exchange_units(const mk::Context& cx, const mk::Buffers& b, const mk
   const mk::Share own = own_share(cx, u32(e.groups), 0);
   const u32 thread = ptx::thread_id();
   const u32x4* source = reinterpret_cast<const u32x4*>(b.weights);
-  const mk::Outgoing<Wire, 1> going(cx, b, e, sequence, staged, thread, kThreads, 0);
+  const mk::Outgoing<Wire, 1> going(cx, b, e, sequence, staged, thread, kThreads, 0, mk::own_share(cx, u32(e.groups), u32(e.share_offset)));
   for (u32 i = thread; i < own.end - own.begin; i += kThreads) going.put_unit(i, ptx::ld_global<u32x4>(source + own.begin + i));
   ptx::syncthreads();
   going.send();

@@ -166,6 +166,11 @@ MK_FN bool check_write(const Lane& l, const Region& r, u64 address, const Access
   }
   const u32 lane = unordered_lane(l, kOrdered, before);
   if (lane != kWarpSize) {
+    // As a write after a read: the place of a copy that has landed, as somebody knew whose later store has been observed.
+    if ((now.flags & kWrite) != 0 && before.lanes == 0 && unordered_lane(l, kSeen, before) == kWarpSize) {
+      ++rt.result->observed;
+      return false;
+    }
     report_race(kDataRace, r, address, now, before, lane);
     return true;
   }

@@ -8,7 +8,7 @@
 // own k and v come by exchange to the unit with the last split, which also appends them to the cache: it is the only reader
 // of the chunk they go to, so the append needs no fence against the bulk copy.
 #pragma once
-#include "megadsl/units.h"
+#include "megadsl/cluster.h"
 
 namespace mk {
 
@@ -185,20 +185,16 @@ MK_DEV void append_rows(const B& block, const AttentionShape& s, const Step& ste
   }
 }
 
-// Adds the parts that the warps of one query tile left and publishes the unit's partial rows.
-template <class Wire, class T, class B>
-MK_DEV void publish_unit(const B& block, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 first_tile,
-                         u32 tiles, u32 classes, u32 part_rows) {
-  const Round round = exchange_round(block.buffers, e, sequence);
-  const u32 rows = u32(s.rows), first_row = first_tile * 16, count = min_u32(tiles * 16, rows - first_row);
-  constexpr u32 kAtOnce = 4;  // parts on their way together
-#pragma unroll 1
-  for (u32 i = block.thread; i < count * T::kVectors; i += B::kThreads) {
-    const u32 row = i / T::kVectors, vector = i % T::kVectors;
-    const smem_ptr<float> parts = block.template at<float>(s.scratch) + (row / 16 * part_rows + row % 16) * T::kPartFloats;
-    const auto part = [&](u32 c) { return parts + min_u32(c, classes - 1) * (tiles * part_rows * T::kPartFloats); };  // no branch at the end
-    u32x2 scale[kAtOnce];  // maximum, sum
-    u32x4 x[kAtOnce];      // for the last vector these once more, which is not used
+// What the warps' parts of a query row come to: four values of it, its maximum, and its sum.
+struct AddedParts {
+  float v[4] = {}, top = kNoMaximum, sum = 0.0f;
+
+  // `part(c)`: where the row of class c lies, for every c. Of values behind the last, the last four floats of a row, nothing is used.
+  template <class T, class Part>
+  MK_DEV void add(Part part, u32 classes, u32 vector) {
+    constexpr u32 kAtOnce = 4;  // parts on their way together
+    u32x2 scale[kAtOnce];       // maximum, sum
+    u32x4 x[kAtOnce];
     const auto load = [&](u32 first) {
 #pragma unroll
       for (u32 c = 0; c < kAtOnce; ++c) {
@@ -207,7 +203,6 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
       }
     };
     load(0);
-    float top = kNoMaximum, sum = 0.0f, v[4] = {};
 #pragma unroll
     for (u32 c = 0; c < kAtOnce; ++c) top = math::max(top, ptx::bits_float(scale[c].x));
 #pragma unroll 1
@@ -228,20 +223,46 @@ MK_DEV void publish_unit(const B& block, const AttentionShape& s, const Exchange
       if (first >= classes) break;
       load(first);
     }
-    if (vector + 1 == T::kVectors) v[0] = top, v[1] = sum, v[2] = v[3] = 0.0f;
-    const u32 index = unit * u32(e.vectors) + (first_row + row) * T::kVectors + vector;
-    chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
-    ptx::st_relaxed(round.vectors + index, Wire::pack_f32(v, sequence));
-    if (Wire::kResets) {
-      const Round ahead = exchange_round(block.buffers, e, sequence + u32(e.slots) / 2);
-      ptx::st_relaxed(ahead.vectors + index, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+  }
+};
+
+// Adds the parts that the warps of one query tile left and publishes the unit's partial rows; to the blocks of its cluster (Async), or to all.
+template <class Wire, class T, class B, class E>
+MK_DEV void publish_unit(const B& block, const AttentionShape& s, const E& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles, u32 classes,
+                         u32 part_rows) {
+  constexpr u32 kVectors = Wire::kAsync ? T::kVectors - 1 : T::kVectors;  // a cluster's scales travel beside values
+  const u32 rows = u32(s.rows), first_row = first_tile * 16, count = min_u32(tiles * 16, rows - first_row);
+  const bool sends = !Wire::kAsync || !given_up(block.cx);  // else what nobody awaits would pile up in the barriers' counts
+#pragma unroll 1
+  for (u32 i = block.thread; i < count * kVectors; i += B::kThreads) {
+    const u32 row = i / kVectors, vector = i % kVectors;
+    const smem_ptr<float> parts = block.template at<float>(s.scratch) + (row / 16 * part_rows + row % 16) * T::kPartFloats;
+    const auto part = [&](u32 c) { return parts + min_u32(c, classes - 1) * (tiles * part_rows * T::kPartFloats); };  // no branch at the end
+    AddedParts x;
+    if constexpr (Wire::kAsync) {
+      const PartAddress to = part_address<T, B::kTokens>(block.smem, s, e, first_row + row, vector);
+      x.template add<T>(part, classes, vector);
+      chaos(block.cx, Place::kSignal, u32(e.landed), i / kWarpSize);
+      if (!sends) continue;
+      to.send(e, block.smem, vector % 2, {ptx::float_bits(x.v[0]), ptx::float_bits(x.v[1]), ptx::float_bits(x.v[2]), ptx::float_bits(x.v[3])});
+      if (vector % 2 == 0) to.send(e, block.smem, 2, {ptx::float_bits(x.top), ptx::float_bits(x.sum), 0, 0});
+    } else {
+      x.template add<T>(part, classes, vector);
+      if (vector + 1 == T::kVectors) x.v[0] = x.top, x.v[1] = x.sum, x.v[2] = x.v[3] = 0.0f;
+      const u32 index = unit * u32(e.vectors) + (first_row + row) * T::kVectors + vector;
+      chaos(block.cx, Place::kSignal, u32(e.offset), i / kWarpSize);
+      ptx::st_relaxed(exchange_round(block.buffers, e, sequence).vectors + index, Wire::pack_f32(x.v, sequence));
+      if (Wire::kResets) {
+        const Round ahead = exchange_round(block.buffers, e, sequence + u32(e.slots) / 2);
+        ptx::st_relaxed(ahead.vectors + index, u32x4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+      }
     }
   }
 }
 
 // The warps leave their parts of a pass, meet, and publish what they come to.
-template <class Wire, class T, class B, class S>
-MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const ExchangeShape& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles,
+template <class Wire, class T, class B, class S, class E>
+MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const E& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles,
                         u32 classes, u32 taken, u32 rows, S& state) {
   const u32 tile = block.warp() % tiles, mine = block.warp() / tiles, part_rows = min_u32(16, rows);
   if (mine < classes) {
@@ -255,10 +276,12 @@ MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const
 }
 
 // All parts of a unit are stored: with flags, says so.
-template <class Wire, class B>
-MK_DEV void end_unit(const B& block, u32 site, const ExchangeShape& e, u32 sequence, u32 unit) {
-  chaos(block.cx, Place::kSignal, u32(e.flags), unit);
-  if (Wire::kFlagged && block.thread == 0) ptx::st_release(exchange_round(block.buffers, e, sequence).flags + unit * kFlagStride, sequence);
+template <class Wire, class B, class E>
+MK_DEV void end_unit(const B& block, u32 site, const E& e, u32 sequence, u32 unit) {
+  if constexpr (!Wire::kAsync) {
+    chaos(block.cx, Place::kSignal, u32(e.flags), unit);
+    if (Wire::kFlagged && block.thread == 0) ptx::st_release(exchange_round(block.buffers, e, sequence).flags + unit * kFlagStride, sequence);
+  }
   trace(block.cx, Event::kEnd, site, unit);
 }
 
@@ -337,9 +360,9 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
 // queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `pause`: ns before the first poll. `heads`: what is
 // made of queries and keys before they are multiplied.
-template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class H = AsGathered>
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class E, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                          const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, i32 meeting,
+                          const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, i32 meeting,
                           u32 pause, const H& heads = {}) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers

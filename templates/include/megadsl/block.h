@@ -109,7 +109,10 @@ struct Publication : Outgoing<Wire, B::kTokens, kVia> {
   static_assert(kVia == Via::kStaged || kSolo, "of results that one warp has");
 
   MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged, u32 site)
-      : Outgoing<Wire, B::kTokens, kVia>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads, site) {}
+      : Publication(block, e, sequence, staged, site, own_share(block.cx, u32(e.groups), u32(e.share_offset))) {}
+  // Of the feature groups `own`, rather than of an even share of all blocks.
+  MK_DEV Publication(const B& block, const ExchangeShape& e, u32 sequence, smem_ptr<char> staged, u32 site, Share own)
+      : Outgoing<Wire, B::kTokens, kVia>(block.cx, block.buffers, e, sequence, staged, block.thread, kSolo ? kWarpSize : B::kThreads, site, own) {}
 
   MK_DEV void publish(const B& block) const {
     const bool lost = lost_signal(this->site);

@@ -365,9 +365,8 @@ struct Outgoing {
   u32 site;
 
   MK_DEV Outgoing(const Context& context, const Buffers& b, const ExchangeShape& shape, u32 round, smem_ptr<char> area, u32 one, u32 all,
-                  u32 signal)
+                  u32 signal, Share own)
       : cx(context), buffers(b), e(shape), staged(area), sequence(round), thread(one), threads(all), site(signal) {
-    const Share own = own_share(cx, u32(e.groups), u32(e.share_offset));
     owned = (own.end - own.begin) * kTokens;
     begin = Wire::kDense ? own.begin * kTokens : cx.block * u32(e.vectors), count = Wire::kDense ? owned : u32(e.vectors);
     at = ptx::opaque(slot(sequence) + thread);  // opaque: or the compiler would put it off until it is needed

@@ -183,9 +183,9 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
 
 // Consumer side of attention for all units of this block; as run_attention, a block without a unit meets as well. kRows: query rows of a
 // KV head. `pause`: ns before the first poll.
-template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class Heads = AsGathered>
+template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class E, class Heads = AsGathered>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                      const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts, u32 parts_sequence, u32 pause, const Heads& heads = {}) {
+                      const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, u32 pause, const Heads& heads = {}) {
   static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 warp = block.warp(), lane = block.lane();

@@ -54,6 +54,32 @@ struct DealtSums {
   }
 };
 
+// Adds what the lanes of an item have, and stages the bf16 results, or sends them. All lanes of a warp call it together.
+template <u32 kLanes, class Out>
+MK_DEV void put_merged(const Out& out, u32 item, u32 lane, bool exists, DealtSums<kLanes>& sums, float sum) {
+  sum = lanes_sum<kLanes>(sum);
+  sums.add_lanes(lane);
+  // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
+  const float scale = sum > 0.0f ? ptx::rcp(sum) : 0.0f;
+  float partner = 0.0f;  // the other element of a word
+  if constexpr (Out::kAtOnce && sums.kCount == 1) partner = ptx::shfl_xor(sums.v[0], sums.kCopies);
+  if (!exists || lane % sums.kCopies != 0) return;
+  if constexpr (Out::kAtOnce && sums.kCount == 1) {
+    if (sums.first % 2 == 0) out.put_pair(item, sums.first / 2, ptx::pack_bf16(sums.v[0] * scale, partner * scale));
+  } else if constexpr (sums.kCount == 1) {
+    out.put_element(item, sums.first, ptx::to_bf16(sums.v[0] * scale));
+  } else if constexpr (sums.kCount == 8) {
+    u32 words[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(sums.v[2 * j] * scale, sums.v[2 * j + 1] * scale);
+    out.put_unit(item, u32x4{words[0], words[1], words[2], words[3]});
+  } else {
+#pragma unroll
+    for (u32 j = 0; j < sums.kCount; j += 2)
+      out.put_pair(item, (sums.first + j) / 2, ptx::pack_bf16(sums.v[j] * scale, sums.v[j + 1] * scale));
+  }
+}
+
 // Where the parts of an item lie: of its first split's vectors, in the slot, and which unit of the attention wrote them.
 struct MergeItem {
   u32 item, lane, unit, data, scale;  // data: eight values in two vectors; scale: {maximum, sum}
@@ -148,30 +174,34 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
                                           split != 0, top, sum, sums.v);
       at.unit += kLanes * kAtOnce, at.data += kLanes * kAtOnce * u32(parts.vectors), at.scale += kLanes * kAtOnce * u32(parts.vectors);
     }
-    sum = lanes_sum<kLanes>(sum);
-    sums.add_lanes(at.lane);
-    // A token past the launch's count sees no row at all; its result is never used, but must stay finite.
-    const float scale = sum > 0.0f ? ptx::rcp(sum) : 0.0f;
-    float partner = 0.0f;  // the other element of a word
-    if constexpr (Out::kAtOnce && sums.kCount == 1) partner = ptx::shfl_xor(sums.v[0], sums.kCopies);
-    if (exists && at.lane % sums.kCopies == 0) {
-      if constexpr (Out::kAtOnce && sums.kCount == 1) {
-        if (sums.first % 2 == 0) out.put_pair(at.item, sums.first / 2, ptx::pack_bf16(sums.v[0] * scale, partner * scale));
-      } else if constexpr (sums.kCount == 1) {
-        out.put_element(at.item, sums.first, ptx::to_bf16(sums.v[0] * scale));
-      } else if constexpr (sums.kCount == 8) {
-        u32 words[4];
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) words[j] = ptx::pack_bf16(sums.v[2 * j] * scale, sums.v[2 * j + 1] * scale);
-        out.put_unit(at.item, u32x4{words[0], words[1], words[2], words[3]});
-      } else {
-#pragma unroll
-        for (u32 j = 0; j < sums.kCount; j += 2)
-          out.put_pair(at.item, (sums.first + j) / 2, ptx::pack_bf16(sums.v[j] * scale, sums.v[j + 1] * scale));
-      }
-    }
+    put_merged<kLanes>(out, at.item, at.lane, exists, sums, sum);
     i += B::kThreads;
     if (i < rounded) at = locate(i);
+  }
+  if (kMeets) block.sync();
+  trace(block.cx, Event::kReady, site);
+}
+
+// The same of splits that the blocks of a cluster send each other, kSplits lanes to an item. A block without a unit has nothing to add.
+template <class T, u32 kSplits, bool kMeets, class B, class Out>
+MK_DEV void merge_cluster(const B& block, u32 site, const AttentionShape& a, const ClusterShape& s, Landings& landings, const Out& out) {
+  const Share own = cluster_share(block.cx, a, s);
+  const u32 items = (own.end - own.begin) * B::kTokens, rounded = ceil_div(items * kSplits, kWarpSize) * kWarpSize;
+  block.meet();
+  trace(block.cx, Event::kWait, site);
+  if (items != 0) landings.await(block, site, a, s);
+#pragma unroll 1
+  for (u32 i = block.thread; i < rounded; i += B::kThreads) {
+    const u32 item = i / kSplits, lane = i % kSplits;
+    const bool exists = item < items;
+    const smem_ptr<u32x4> part = block.template at<u32x4>(s.received) + min_u32(i, items * kSplits - 1) * kPartVectors;
+    const u32x4 lo = ptx::ld_shared<u32x4>(part), hi = ptx::ld_shared<u32x4>(part + 1), scale = ptx::ld_shared<u32x4>(part + 2);
+    const float maximum = ptx::bits_float(scale.x), weight = ptx::exp2_approx(maximum - lanes_max<kSplits>(maximum));
+    const u32 words[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    DealtSums<kSplits> sums = {};
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) sums.v[j] = weight * ptx::bits_float(words[j]);
+    put_merged<kSplits>(out, item, lane, exists, sums, weight * ptx::bits_float(scale.y));
   }
   if (kMeets) block.sync();
   trace(block.cx, Event::kReady, site);

@@ -19,6 +19,7 @@ constexpr u32 kLastsPerVector = 7;    // last elements of units in one extra vec
 // A vector travels as one access; see Words.
 struct WholeVectors {
   static constexpr bool kWords = false;
+  static constexpr bool kAsync = false;
   MK_DEV static u32x4 load(const u32x4* from) { return ptx::ld_relaxed(from); }
   MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed(to, x); }
 };

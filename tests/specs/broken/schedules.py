@@ -365,6 +365,27 @@ def published_by_the_block(s: ScheduleBlock) -> None:
     # mend: s.finish("block") => «s.finish("warp")»
 
 
+def merged_under_tags(s: ScheduleBlock) -> None:
+    s.blocks(4)
+    s["attention"].split(kv=2).merge("cluster")
+    # MK248 `s["attention"].split(` | 'attention' cannot add its splits within a cluster: 'attention' is not dense | use mk.Sentinel() for it
+    # mend: .merge("cluster") => .merge("cluster").sync(mk.Sentinel())
+
+
+def merged_in_threes(s: ScheduleBlock) -> None:
+    s.blocks(12)
+    s["attention"].split(kv=3).merge("cluster").sync(mk.Sentinel())
+    # MK248 `s["attention"].split(` | it has 3 splits | use .split(kv=n) with one of: 2, 4, 8
+    # mend: kv=3 => kv=4
+
+
+def merged_by_blocks_that_are_no_clusters(s: ScheduleBlock) -> None:
+    s.blocks(5)
+    s["attention"].split(kv=2).merge("cluster").sync(mk.Sentinel())
+    # MK248 `s["attention"].split(` | 5 blocks are no clusters of 2 | use a multiple of that for the blocks
+    # mend: s.blocks(5) => s.blocks(6)
+
+
 def parts_of_one_tile(s: ScheduleBlock) -> None:
     s["o_proj"].columns(ways=2)
     # MK242 `s["o_proj"].columns(` | 'o_proj' cannot be split in 2 parts: they are one tile | here 1 parts are possible

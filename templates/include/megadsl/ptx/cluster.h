@@ -24,7 +24,7 @@ MK_OP void st_async(cluster_ptr<V> dst, V v, cluster_ptr<u64> bar) {
   host::maybe_preempt();
 }
 
-MK_OP void cluster_arrive() { host::cluster_arrive(); }
+MK_OP void cluster_arrive() { host::cluster_arrive(MK_PC); }
 MK_OP void cluster_wait() { host::cluster_wait(); }
 
 #else
