@@ -37,6 +37,8 @@ class Flag:
 
 Sync: TypeAlias = Tagged | Sentinel | Flag
 
+SHARED, STAGED, REGISTERS = "shared", "staged", "registers"  # where an op's input arrives and its results leave from
+
 
 @dataclass(frozen=True)
 class Prefetch:
@@ -103,7 +105,7 @@ class OpSchedule:
     gather: str | None = None
     residual: str = "block"
     pause: int = 0
-    publish: str = "staged"
+    publish: str = STAGED
 
 
 @dataclass(frozen=True)

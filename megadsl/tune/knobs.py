@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Linear, kept_values
-from megadsl.ir.schedule import Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -307,7 +307,7 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: SCALES,
         _each_run(0.3),
     ),
-    Turn(knobs_of(OP)["gather"], _loaded, _op_field("gather"), lambda scene, of: ("registers", "shared"), _each_run(0.3)),
+    Turn(knobs_of(OP)["gather"], _loaded, _op_field("gather"), lambda scene, of: (REGISTERS, SHARED), _each_run(0.3)),
     Turn(
         knobs_of(OP)["publish"],
         lambda scene: [of for of in _loaded(scene) if scene.graph.op(of[0]).out is not None],
