@@ -122,6 +122,13 @@ def split_of_a_linear(s: ScheduleBlock) -> None:
     # mend: kv=4 => kv=2
 
 
+def split_of_too_many_rows(s: ScheduleBlock) -> None:
+    s.max_kv(1 << 24)
+    s["attention"].split(kv=1)
+    # MK212 `s["attention"].split(` | the rows of a split of 'attention' take 4294971392 bytes | or a smaller max_kv
+    # mend: kv=1 => «kv=3»
+
+
 def chunk(s: ScheduleBlock) -> None:
     s["o_proj"].split(chunk=7)
     # MK160 `s["o_proj"].split(` | chunk of 'o_proj' is 7 tiles, a row group of it has 1 | choose a divisor of 1
