@@ -103,5 +103,40 @@ def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
     assert threading.active_count() == before[1] and len(os.listdir("/proc/self/fd")) == len(before[0])
 
 
+def test_a_tensor_of_eight_bits(tmp_path: Path) -> None:
+    """MK423, before anything is packed; of both kinds, each for all its layers."""
+    tensors = dict(checkpoint(tmp_path / "eight", CONFIG))
+    for name in tensors:
+        if name.endswith("o_proj.weight"):
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        if name.endswith("down_proj.weight"):
+            tensors[name] = tensors[name].to(torch.int8)
+    safetensors.save_file(tensors, tmp_path / "eight" / "model.safetensors")
+    with pytest.raises(MegadslError) as raised:
+        packed(tmp_path / "eight")
+    assert sorted((d.code, "F8_E4M3" in d.message, "I8" in d.message) for d in raised.value.diagnostics) == [
+        ("MK423", False, True),
+        ("MK423", True, False),
+    ]
+
+
+def test_flipped_bytes_of_a_header_never_crash(tmp_path: Path) -> None:
+    """A damaged file is refused; what is still sound by itself is another checkpoint, which may lack what the spec asks for."""
+    folder = tmp_path / "flipped"
+    checkpoint(folder, CONFIG)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    manifest = compile_model(str(folder), blocks=2, check=False).manifest
+    outcomes = set()
+    for at in [*range(8), *range(8, end, 11)]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            pack_weights(manifest, open_weights(folder), "cpu", progress=False)
+        except MegadslError as refused:
+            outcomes.add(refused.code)
+    assert outcomes == {"MK476"}
+
+
 def test_nothing_is_wanted() -> None:
     assert list(read_ahead([], CPU)) == []
