@@ -201,8 +201,9 @@ class OpHandle:
         smem: "ring" takes them as early as the ring has room, None only once the op has begun. registers: tiles of a
         linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
         its input, None as many as the compiler thinks good.
-        l2: bytes of each block's share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint:
-        evict_first, evict_normal, evict_last.
+        l2: bytes of each block's share (of an attention: of the cached rows of each of its units) that are prefetched into L2 when the
+        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. hint: evict_first, evict_normal,
+        evict_last.
         """
         span = caller_span()
         found: list[tuple[str, int | str | bool | None]] = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
@@ -94,8 +94,8 @@ L2_UNIT = declare("MK188", "l2 prefetch of {op!r} is {bytes} bytes", "use a mult
 
 L2_NOTHING = declare(
     "MK240",
-    "l2 prefetch of {op!r}, which streams no weights of its own",
-    "prefetch the linears; cached KV rows and tables are not prefetched into L2",
+    "l2 prefetch of {op!r}, {why}",
+    "prefetch linears, or the cached rows of attention",
 )
 
 NOT_FACTORED = declare(
@@ -290,7 +290,7 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
             found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
-        _check_l2(graph, op, machine, span, found)
+        _check_l2(graph, op, schedule.scope, machine, span, found)
         if not 0 <= op.share_offset < blocks:
             where = asked.said(default, "share_offset", op.op)
             found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
@@ -307,12 +307,14 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
 
 
-def _check_l2(graph: Graph, how: OpSchedule, machine: Machine, span: Span, found: Collector) -> None:
+def _check_l2(graph: Graph, how: OpSchedule, scope: str, machine: Machine, span: Span, found: Collector) -> None:
     wanted, most = how.prefetch.l2_bytes, machine.l2_bytes
     if wanted and "l2_bulk_prefetch" not in machine.features:
         _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
-    if wanted and not isinstance(graph.op(how.op), Linear):
-        found.add(L2_NOTHING, span, op=how.op)
+    if wanted and isinstance(graph.op(how.op), Embed):
+        found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
+    if wanted and isinstance(graph.op(how.op), Attention) and scope == "op":
+        found.add(L2_NOTHING, span, op=how.op, why="whose rows a launch of one op cannot find before it has joined")
     if wanted > most:
         found.add(BAD_COUNT, span, what=f"l2 prefetch of {how.op!r}, in bytes,", value=wanted, low=0, high=most)
     elif wanted % L2_BYTES:

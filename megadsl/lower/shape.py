@@ -153,6 +153,8 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     share = sharing(op, op.heads * op.head_dim, schedule)
     merge = (share.groups, share.share_offset, op.heads // op.kv_heads, divisor_inverse(op.heads // op.kv_heads))
     found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
+    if how.prefetch.l2_bytes:
+        found.append(Record("mk::i32", f"{ident(op.name)}_l2", (how.prefetch.l2_bytes,), "bytes of a unit's rows to prefetch into L2"))
     return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
 
 

@@ -303,9 +303,16 @@ def l2_of_odd_bytes(s: ScheduleBlock) -> None:
     # mend: l2=1000 => l2=1008
 
 
-def l2_of_cached_rows(s: ScheduleBlock) -> None:
+def l2_of_a_table(s: ScheduleBlock) -> None:
+    s["embed"].prefetch(l2=1024)
+    # MK240 `s["embed"].prefetch(` | l2 prefetch of 'embed', which streams nothing | prefetch linears, or the cached rows of attention
+    # mend: "embed" => "attention"
+
+
+def l2_of_cached_rows_in_launches_of_one_op(s: ScheduleBlock) -> None:
+    s.launch("op")
     s["attention"].prefetch(l2=1024)
-    # MK240 `s["attention"].prefetch(` | which streams no weights of its own | prefetch the linears
+    # MK240 `s["attention"].prefetch(` | whose rows a launch of one op cannot find | prefetch linears
     # mend: "attention" => "o_proj"
 
 
