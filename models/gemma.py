@@ -47,10 +47,9 @@ def _norm(x: mk.Tensor, w: mk.Tensor, eps: float) -> mk.Tensor:
 
 
 # Sentinels carry whole units of eight values.
-for arch in mk.ARCHES:
-    with mk.schedule(decode_step, arch=arch) as s:
-        for op in ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"):
-            s[op].sync(mk.Sentinel())
+with mk.schedule(decode_step) as s:
+    for op in ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"):
+        s[op].sync(mk.Sentinel())
 
 
 def _config(hidden_size: int, **fields: Any) -> dict[str, Any]:

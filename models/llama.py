@@ -129,14 +129,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # loads in flight keep HBM busy. Nothing is measured elsewhere.
 OPS = ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 small, large = mk.kernel(decode_step.function), mk.kernel(decode_step.function)
-for arch in mk.ARCHES:
-    with mk.schedule(small, arch=arch) as s:
-        for op in OPS:
-            s[op].sync(mk.Sentinel())
-    with mk.schedule(large, arch=arch) as s:
-        for op in OPS:
-            s[op].sync(mk.Sentinel())
-        s.ring("weights", meeting_window=48 * 1024)
+with mk.schedule(small) as s:
+    for op in OPS:
+        s[op].sync(mk.Sentinel())
+with mk.schedule(large) as s:
+    for op in OPS:
+        s[op].sync(mk.Sentinel())
+    s.ring("weights", meeting_window=48 * 1024)
 
 _SCHEDULED = {"smollm2-135m": small, "llama-3.2-1b": large, "llama-3.1-8b": large}
 MODELS = {name: (_SCHEDULED.get(name, decode_step), config) for name, config in CONFIGS.items()}

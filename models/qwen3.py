@@ -45,11 +45,10 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 # Sentinels carry whole units of eight values, and 48 KB of loads in flight keep HBM busy while blocks meet (docs/performance.md).
-for arch in mk.ARCHES:
-    with mk.schedule(decode_step, arch=arch) as s:
-        for op in ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"):
-            s[op].sync(mk.Sentinel())
-        s.ring("weights", meeting_window=48 * 1024)
+with mk.schedule(decode_step) as s:
+    for op in ("embed_tokens", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"):
+        s[op].sync(mk.Sentinel())
+    s.ring("weights", meeting_window=48 * 1024)
 
 
 def _config(**fields: Any) -> dict[str, Any]:

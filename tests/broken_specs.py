@@ -105,7 +105,7 @@ def compiled(path: Path, name: str, blocks: int) -> None:
     function = getattr(_module(path), name)
     kernel = function if isinstance(function, mk.Kernel) else load(f"{path}:step")[0]
     if kernel is not function:
-        kernel.overrides.clear()
+        kernel.records.clear()
         with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
             function(s)
     asked = any(getattr(r, "field", "") == "blocks" for r in kernel.overrides_for(DEFAULT_ARCH).records)

@@ -141,10 +141,12 @@ class Bench:
     """A program whose every step begins with poison in all that must not matter: NaN logits, NaN in the KV rows that do not
     exist, inputs of -1 for tokens past the step's count."""
 
-    def __init__(self, made: Compiled, weights: Weights | None = None, device: str = "cpu", **options: Any) -> None:
+    def __init__(
+        self, made: Compiled, weights: Weights | None = None, device: str = "cpu", arena: torch.Tensor | None = None, **options: Any
+    ) -> None:
         self.made = made
         self.weights = weights_for(made) if weights is None else weights
-        arena = pack_weights(made.manifest, TensorSource(self.weights), device, progress=False)
+        arena = pack_weights(made.manifest, TensorSource(self.weights), device, progress=False) if arena is None else arena
         self.program = Program(made.manifest, made.source, device, arena, **options)
         self.chooses = any(isinstance(op, Linear) and op.sink == "argmax" for op in made.graph.ops)
 

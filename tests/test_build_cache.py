@@ -124,6 +124,13 @@ def test_an_unwritable_cache_warns_once_and_works(tmp_path: Path, monkeypatch: p
     assert "mend: make the folder writable" in str(caught[0].message)
 
 
+def test_an_entry_of_a_cache_that_only_can_be_read(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found without a lock, and without a warning."""
+    entry = cached(["k"], ".txt", write("made"))
+    monkeypatch.setattr("megadsl.build.cache._writable", lambda root: pytest.fail(f"{root} is asked whether it can be written"))
+    assert cached(["k"], ".txt", write("never")) == entry and entry.read_text() == "made"
+
+
 def test_headers_digest_sees_names_and_content_but_not_the_place(tmp_path: Path) -> None:
     def tree(name: str, files: dict[str, str]) -> str:
         for file, text in files.items():

@@ -209,6 +209,25 @@ def test_run_json_is_one_object_and_nothing_else(run_cli: Cli, asked: dict[str, 
     assert asked["blocks"] == 4
 
 
+@pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace", "tune"])
+def test_every_command_that_compiles_takes_an_architecture(run_cli: Cli, name: str, tmp_path: Path) -> None:
+    rest = {"compile": ["--out", str(tmp_path / "out")], "run": ["--prompt", "p"], "trace": ["--out", str(tmp_path / "out")]}
+    code, _, err = run_cli(name, "llama-tiny", "--arch", "sm_70", *rest.get(name, []))
+    assert code == 1 and "error[MK001]: unknown architecture 'sm_70'" in err and "mend: " in err
+
+
+@pytest.mark.parametrize("name", ["trace", "tune"])
+def test_a_gpu_that_cannot_run_the_architecture(run_cli: Cli, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megadsl.runtime.cuda.bindings_installed", lambda: True)
+    monkeypatch.setattr("megadsl.runtime.cuda.driver_version", lambda: 13000)
+    monkeypatch.setattr("megadsl.runtime.cuda.gpus", lambda: [gpu("sm_80")])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    code, _, err = run_cli(name, "llama-tiny", "--arch", "sm_86", "--device", "cuda", "--out", str(tmp_path / "out"))
+    assert code == 1 and "error[MK443]: the kernel is built for sm_86, this GPU is sm_80" in err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace"])
 def test_schedules_are_for_every_command_that_compiles(run_cli: Cli, name: str) -> None:
     assert "--schedule" in run_cli(name, "--help")[1]

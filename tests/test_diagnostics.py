@@ -127,6 +127,7 @@ ELSEWHERE: dict[str, str] = {
     "MK474": "test_checkpoint_errors.py::test_weights_that_are_not_there",
     "MK475": "test_checkpoint_errors.py::test_weights_that_are_not_there",
     "MK476": "test_checkpoint_errors.py::test_weights_that_are_damaged",
+    "MK477": "test_runtime_readahead.py::test_a_file_that_has_become_shorter",
     "MK480": "test_torch.py::test_bad_calls",
     "MK481": "test_torch.py::test_memory_that_dlpack_has_no_word_for",
     "MK482": "test_torch.py::test_bad_calls",

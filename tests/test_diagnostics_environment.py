@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megadsl.build.gpus import Gpu
 from megadsl.build.host import build_library
 from megadsl.build.nvcc import kept_stages
 from megadsl.diagnostics import Diagnostic, MegadslError, MegadslWarning
@@ -21,6 +23,8 @@ from megadsl.runtime import cuda, pack
 from megadsl.runtime.gguf import demo_weights
 from megadsl.runtime.tokenizer import tokenizer_of
 from megadsl.runtime.weights import random_weights
+from megadsl.tune import stand
+from megadsl.tune.subject import Build, Subject
 from tests.test_weights_pack import Counting, layered
 
 
@@ -106,6 +110,25 @@ def test_gpus_that_will_not_do(changes: dict[str, Any], code: str, message: str,
     assert found.code == code and message in found.message and mend in found.mend
     monkeypatch.undo()
     assert machine(DEFAULT_ARCH).min_driver == GPU["driver"]
+
+
+@pytest.mark.parametrize(
+    ("present", "code", "message"),
+    [([], "MK441", "the driver lists none"), (["sm_86", "sm_90"], "MK443", "the kernel is built for sm_90a, this GPU is sm_86")],
+)
+def test_a_search_asks_for_its_gpu_before_it_builds(present: list[str], code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for an older architecture are built for the GPU that is there."""
+    monkeypatch.setattr(cuda, "bindings_installed", lambda: True)
+    monkeypatch.setattr(cuda, "driver_version", lambda: 13000)
+    monkeypatch.setattr(cuda, "gpus", lambda: [Gpu("GPU", arch, 100, 2**30, True) for arch in present])
+    built: list[Build] = []
+    monkeypatch.setattr(stand, "Builders", lambda build, *_: built.append(build))
+    subject = Subject("llama-tiny", None, 1, 64, None, DEFAULT_ARCH, "cuda", ())
+    found = said(lambda: stand.Stand(subject, (0,), 1))
+    assert found.code == code and message in found.message and not built
+    if present:
+        stand.Stand(replace(subject, arch="sm_80"), (0,), 1)
+        assert [build.on for build in built] == ["sm_86"]
 
 
 def test_a_driver_call_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

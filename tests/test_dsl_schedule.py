@@ -13,6 +13,7 @@ import megadsl as mk
 from megadsl.diagnostics import collecting
 from megadsl.driver import compile_model
 from megadsl.dsl.overrides import Overrides, SetCount
+from megadsl.dsl.registry import models
 from megadsl.dsl.schedule import ScheduleBlock, apply
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule
@@ -165,6 +166,41 @@ def test_later_records_win_and_a_second_block_replaces_the_first() -> None:
     graph = graph_of(step)
     after = applied(default(graph), graph, step)
     assert (after.blocks, after.batch) == (32, 4)
+
+
+def test_one_architecture_goes_before_all() -> None:
+    """In whichever order the blocks stand."""
+    decisions: dict[str | None, Callable[[ScheduleBlock], Any]] = {
+        None: lambda s: (s.batch(2), s.blocks(8)),
+        "sm_80": lambda s: s.batch(4),
+    }
+    for order in (None, "sm_80"), ("sm_80", None):
+        step = kernel()
+        for arch in order:
+            with mk.schedule(step, arch) as s:
+                decisions[arch](s)
+        graph = graph_of(step)
+        for arch, batch in (("sm_80", 4), ("sm_90a", 2)):
+            with collecting() as found:
+                after = apply(default(graph), graph, step.overrides_for(arch), found)
+            assert (after.batch, after.blocks) == (batch, 8) and step.overrides_for(arch).arch == arch
+
+
+def test_what_an_architecture_lacks_is_refused_where_it_was_said_for_all() -> None:
+    llama, config = models()["llama-tiny"]
+    step = mk.kernel(llama.function)
+    with mk.schedule(step) as s:
+        s["o_proj"].prefetch(l2=1024)  # here
+        s.registers("moved")
+
+    def compiled(arch: str) -> Any:
+        return compile_model(step, config=dict(config), arch=arch, blocks=2, check=False)
+
+    assert compiled("sm_90a").schedule.op("o_proj").prefetch.l2_bytes == 1024
+    found = findings(lambda: compiled("sm_86"))
+    assert {d.code for d in found} == {"MK167", "MK245"} and all("mk.schedule(kernel, arch=...)" in d.mend for d in found)
+    lacking = one(found, "MK167")
+    assert lacking.message == "l2 prefetch needs 'l2_bulk_prefetch', which sm_86 does not have" and "# here" in lacking.span.text
 
 
 def test_a_block_that_fails_leaves_the_kernel_alone() -> None:

@@ -29,7 +29,9 @@ from tests.kernels import (
     compiled,
     config,
     distance,
+    judge,
     one_build,
+    steps,
     together,
     weights_for,
 )
@@ -112,6 +114,16 @@ def shapes() -> dict[str, Compiled]:
     return idle | one_build(made)
 
 
+LARGE = {"vocab-151936": 151936, "vocab-128256": 128256}
+
+
+@cache
+def large_vocabularies() -> dict[str, Compiled]:
+    """The same code as that of ``shapes``."""
+    fields = {name: config(vocab_size=size, num_hidden_layers=1) for name, size in LARGE.items()}
+    return one_build({name: compiled("llama-tiny", tokens=2, blocks=3, fields=own, configure=settled) for name, own in fields.items()})
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_heads_and_vocabularies(name: str) -> None:
     check(shapes()[name], sizes(2), seeds=(3,))
@@ -155,6 +167,38 @@ def test_heads_that_are_rotated_in_part(index: int) -> None:
     rotary = fields["rotary_dim"]
     assert bits(k[..., rotary:]).equal(bits(far_k[..., rotary:])) and bits(v).equal(bits(far_v))
     assert distance(k[..., :rotary], far_k[..., :rotary]) > 0.1
+
+
+def test_nothing_is_read_behind_the_table_of_angles() -> None:
+    """64 of 128 features of a head are rotated; NaN stands behind the last row, also for a launch of several steps."""
+    made, last = rotated_in_part()[0], 9216 - 1
+    bench = Bench(made)
+    table = bench.program.buffers["rope"]
+    assert table.numel() == 9216 * 128 // 2 * 8 and made.graph.tokens == 1
+    guarded = torch.cat([table.view(torch.float32), torch.full((4096,), float("nan"))]).view(torch.uint8)[: table.numel()]
+    with bench.program.using(rope=guarded):
+        judge(made, bench.weights, some := steps(made, [(last, 1), (last - 1, 1)]), [bench.run(step) for step in some])
+        bench.put_rows(some[1])
+        bench.program.set_steps(2)
+        bench.program.control.set_inputs(last - 1, some[1].ids, [last - 1], [1])
+        bench.program.launch()
+        bench.program.check()
+        bench.program.set_steps(1)
+    assert bool(bench.program.logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_vocabularies(name: str) -> None:
+    """The greatest logit is the last one's, and then one of many that are equal."""
+    made = large_vocabularies()[name]
+    weights = weights_for(made)
+    head, bench = weights["model.embed_tokens.weight"], Bench(made, weights)
+    some = steps(made, [(0, 2), (17, 1)])
+    judge(made, weights, some, bench.play(some))
+    winner = int(bench.run(some[1]).logits[0].argmax())
+    for place, factor in ((len(head) - 1, 2.0), (1234, 2.0)):
+        head[place] = factor * head[winner]
+        assert int(Bench(made, weights).run(some[1]).ids[0]) == place
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -47,6 +47,12 @@ def prefetched(s: ScheduleBlock) -> None:
     s["lm_head"].prefetch(l2=1600, ahead_of="embed_tokens")
 
 
+def prefetched_for_the_next_layer(s: ScheduleBlock) -> None:
+    """Cached rows, and tiles of an op that the loader is done with in this layer."""
+    s["attention"].prefetch(l2=1024, ahead_of="down_proj")
+    s["qkv_proj"].prefetch(l2=4096, ahead_of="gate_up_proj")
+
+
 def mixed_syncs(s: ScheduleBlock) -> None:
     syncs: tuple[Sync, ...] = (mk.Sentinel(8), mk.Flag(4), mk.Tagged(8), mk.Sentinel(4), mk.Flag(2), mk.Sentinel(8))
     for op, sync in zip(VALUES, syncs, strict=True):
@@ -119,7 +125,7 @@ def play(made: Compiled, seeds: Sequence[int] = (0, 1)) -> list[Result]:
 
 # Decisions that do not meet are made together: a kernel is a build.
 IDENTICAL: list[tuple[Configure, ...]] = [
-    (ring_of_two, mixed_syncs),
+    (ring_of_two, mixed_syncs, prefetched_for_the_next_layer),
     (small_stages, prefetched, rotated_shares),
     (wide_window, nothing_held),
     (one_stage_in_flight, more_slots),

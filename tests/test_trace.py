@@ -38,17 +38,26 @@ PHASES = ["embed_tokens", *LOOPED, "lm_head", "lm_head.argmax"]
 RECORDS_WORD = 8  # of Shape: StepShape::records
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes."""
-    out = tmp_path_factory.mktemp("traced") / "out"
+def traced_by(out: Path, *options: str) -> Path:
+    """What the command writes, with further options."""
     arguments = ["megadsl", "trace", "llama-tiny", "--device", "cpu", "--kv", "40", "--max-kv", "64", "--shown", "2", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", arguments)
+        patch.setattr(sys, "argv", [*arguments, *options])
         with pytest.raises(SystemExit) as exit_:
             cli.main()
     assert not exit_.value.code
     return out
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced_by(tmp_path_factory.mktemp("traced") / "out")
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    out = traced_by(tmp_path / "out", "--arch", "sm_80")
+    ops = {row["phase"] for row in json.loads((out / "table.json").read_text())["ops"]}
+    assert ops == set(PHASES) and all((out / name).stat().st_size for name in ("trace.json", "table.txt", "layer.svg"))
 
 
 def two_loaders() -> Compiled:

@@ -59,6 +59,16 @@ def test_what_is_found_is_printed_and_written(command: Command, tmp_path: Path) 
     assert again[0] == 0 and log.read_text().splitlines()[1:] == rows, "all of it is known"
 
 
+def test_another_architecture(command: Command, tmp_path: Path) -> None:
+    """Its schedule is found, compiles for it, and a log of a search for another is not gone on with."""
+    out, log = tmp_path / "best.schedule", tmp_path / "log.jsonl"
+    assert command("--arch", "sm_80", "--out", str(out), "--log", str(log))[0] == 0
+    assert load(out).head.arch == "sm_80" and json.loads(log.read_text().splitlines()[0])["arch"] == "sm_80"
+    found = compile_model("llama-3.2-1b", schedule=out, arch="sm_80", check=False)
+    assert found.schedule.batch == 4 and found.plan.tunables.copies == "lanes"
+    assert command("--log", str(log))[0] == 1
+
+
 def test_ctrl_c_writes_the_best_so_far(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "best.schedule"
     code, printed = command("--out", str(out), failing={"op qkv_proj: smem = none": KeyboardInterrupt()})

@@ -19,7 +19,6 @@ from typing import Any
 import megadsl as mk
 from megadsl.build.nvcc import build_cubin
 from megadsl.driver import Compiled, compile_model
-from megadsl.dsl.overrides import Overrides
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Linear, kept_values
@@ -88,8 +87,7 @@ def without(model: str, tokens: int, change: Change | None) -> Compiled:
     with block:
         if change is not None:
             change(block)
-    added = kernel.overrides_for(DEFAULT_ARCH).records
-    kernel.overrides[DEFAULT_ARCH] = Overrides(DEFAULT_ARCH, (*own.overrides_for(DEFAULT_ARCH).records, *added))
+    kernel.records[None] = own.overrides_for(DEFAULT_ARCH).records
     return compile_model(kernel, config=config, tokens=tokens)
 
 

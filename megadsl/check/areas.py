@@ -14,6 +14,7 @@ from typing import TypeAlias
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Exchange, Instr
+from megadsl.ir.schedule import STAGED
 from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
 from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
@@ -106,7 +107,7 @@ class Stream:
 
     def _staged(self, step: Step, e: Exchange, groups: int, write: bool, solo: str = "") -> Iterator[Event]:
         """Units, then (with tags) the extra vectors of their last elements; none where results leave word by word and nobody keeps them."""
-        if self.device.plan.schedule.op(step.instr.op).publish == "registers" and f"{ident(e.name)}_kept" not in self.device.records:
+        if self.device.plan.schedule.op(step.instr.op).publish != STAGED and f"{ident(e.name)}_kept" not in self.device.records:
             return
         units = groups * self.device.tokens
         extras = ceil_div(units, LASTS_PER_VECTOR) if e.wire == "Tagged" else 0

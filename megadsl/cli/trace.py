@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl trace llama-tiny --device cpu --out trace"
@@ -30,6 +30,7 @@ def command(
         int | None, typer.Option("--layer", min=0, metavar="N", help="The layer in layer.svg. Default: the middle one.")
     ] = None,
     config: Config = None,
+    arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
@@ -46,9 +47,9 @@ def command(
     from megadsl.trace.table import render
     from megadsl.trace.write import write_timeline
 
-    chosen = resolve(device)
+    chosen = resolve(device, arch)
     own = blocks_on(chosen, blocks)
-    compiled = compile_model(model, config=config, arch=DEFAULT_ARCH, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
     if rows is None:
         rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - tokens))
     recording = record(compiled, chosen.value, tokens=tokens, rows=rows, steps=steps)

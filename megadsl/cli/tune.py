@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megadsl.cli.options import Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, numbers, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, numbers, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def command(
     ] = None,
     device: On = Device.AUTO,
     config: Config = None,
+    arch: Arch = DEFAULT_ARCH,
     max_kv: MaxKv = None,
     blocks: Blocks = None,
 ) -> None:
@@ -70,10 +71,9 @@ def command(
     from megadsl.tune.subject import Subject
 
     lengths = numbers("--kv", kv, least=0)
-    chosen, count = resolve(device), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
+    chosen, count = resolve(device, arch), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
     room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(tokens)) if max_kv is None else max_kv
-    own = blocks_on(chosen, blocks)
-    subject = Subject.of(model, config, tokens, room, own, DEFAULT_ARCH, chosen.value, schedule)
+    subject = Subject.of(model, config, tokens, room, blocks_on(chosen, blocks), arch, chosen.value, schedule)
     stand = Stand(subject, lengths, count)
     try:
         known = {**about(subject, lengths), "seed": seed, "effort": effort.value, **stand.describe()}

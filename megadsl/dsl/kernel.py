@@ -9,7 +9,7 @@ from typing import Any
 from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose, error
 from megadsl.dsl import functions
 from megadsl.dsl.mistakes import explain, user_span
-from megadsl.dsl.overrides import Overrides
+from megadsl.dsl.overrides import Override, Overrides
 from megadsl.dsl.tensor import KVCache, Layer, Tensor
 from megadsl.dsl.tracer import Tracer, tracing
 from megadsl.ir.spec import Spec
@@ -71,21 +71,21 @@ class Config:
 
 
 class Kernel:
-    """A traced function. ``overrides_for(arch)`` gives what ``with mk.schedule(kernel, arch)`` recorded."""
+    """A traced function. ``overrides_for(arch)`` gives what ``with mk.schedule(kernel, ...)`` recorded."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
         self.__doc__ = function.__doc__
         self.span = Span(function.__code__.co_filename, function.__code__.co_firstlineno)
-        self.overrides: dict[str, Overrides] = {}
+        self.records: dict[str | None, tuple[Override, ...]] = {}  # by architecture, None for all
 
     def __repr__(self) -> str:
         return f"Kernel({self.name!r} at {self.span.short})"
 
     def overrides_for(self, arch: str) -> Overrides:
-        """The recorded overrides for ``arch``, empty when there are none."""
-        return self.overrides.get(arch, Overrides(arch, ()))
+        """What was recorded for every architecture and, over it, for ``arch``; empty where nothing was."""
+        return Overrides(arch, self.records.get(None, ()) + self.records.get(arch, ()))
 
     def trace(self, config: Mapping[str, Any] | object, tokens: int | None = None) -> Spec:
         """Run the function on symbolic tensors.

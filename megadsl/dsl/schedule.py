@@ -1,4 +1,4 @@
-"""``with mk.schedule(kernel, arch="sm_90a") as s:`` the user's say over every decision of a Schedule."""
+"""``with mk.schedule(kernel) as s:`` the user's say over every decision of a Schedule."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.schedule import MERGES, Flag, Sentinel, Sync, Tagged
-from megadsl.machine import DEFAULT_ARCH, machine
+from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
+from megadsl.machine import machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
 
@@ -38,9 +38,9 @@ BAD_CHOICE = declare("MK151", "{what} = {value!r} is not known", "choose one of:
 HINTS = ("evict_first", "evict_normal", "evict_last")
 KINDS = ("loader", "consumer")
 SCALES = ("before", "after")
-GATHERS = ("shared", "registers")
+GATHERS = (SHARED, REGISTERS)
 RESIDUALS = ("block", "exchange")
-PUBLISHES = ("staged", "registers")
+PUBLISHES = (STAGED, REGISTERS)
 SCOPES = ("step", "op")
 BLOCK_REGISTERS = ("launched", "moved")
 FINISHES = ("block", "warp")
@@ -57,8 +57,9 @@ _Count = int | _Keep
 class ScheduleBlock:
     """Records overrides. Bad values are collected and raised at the end of the with block; names are checked when applied."""
 
-    def __init__(self, kernel: Kernel, arch: str) -> None:
-        machine(arch, caller_span())
+    def __init__(self, kernel: Kernel, arch: str | None) -> None:
+        if arch is not None:
+            machine(arch, caller_span())
         self._kernel = kernel
         self._arch = arch
         self._records: list[Override] = []
@@ -72,7 +73,7 @@ class ScheduleBlock:
             raise MegadslError([*self._found.found, explain(value, UNKNOWN, _OWNERS)]) from value
         if kind is None:
             self._found.raise_if_any()
-            self._kernel.overrides[self._arch] = Overrides(self._arch, tuple(self._records))
+            self._kernel.records[self._arch] = tuple(self._records)
 
     def __getitem__(self, op: str) -> OpHandle:
         """The op called ``op``: ``s["o_proj"].prefetch(...)``."""
@@ -200,8 +201,9 @@ class OpHandle:
         smem: "ring" takes them as early as the ring has room, None only once the op has begun. registers: tiles of a
         linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
         its input, None as many as the compiler thinks good.
-        l2: bytes of each block's share that are prefetched into L2 when the loader reaches the op ``ahead_of``. hint:
-        evict_first, evict_normal, evict_last.
+        l2: bytes of each block's share (of an attention: of the cached rows of each of its units) that are prefetched into L2 when the
+        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. hint: evict_first, evict_normal,
+        evict_last.
         """
         span = caller_span()
         found: list[tuple[str, int | str | bool | None]] = []
@@ -350,10 +352,13 @@ def require_counts(**values: object) -> None:
                 found.add(BAD_COUNT, what=what, value=value, least=1)
 
 
-def schedule(kernel: Kernel, arch: str = DEFAULT_ARCH) -> ScheduleBlock:
-    """Overrides for ``kernel`` on ``arch``; everything not named keeps its default. A second block for the same arch replaces
-    the first. MK001 unknown arch, MK150 and MK151 bad values, MK220 misspelt calls, MK224 no kernel; unknown names are
-    reported on lowering (MK152 to MK158).
+def schedule(kernel: Kernel, arch: str | None = None) -> ScheduleBlock:
+    """Overrides for ``kernel`` on every architecture, or on ``arch`` alone; everything not named keeps its default.
+
+    What a block for one architecture decides goes before what one for all decides, in whichever order they stand; a second block
+    for the same architecture, or a second one for all, replaces the first. MK001 unknown arch, MK150 and MK151 bad values, MK220
+    misspelt calls, MK224 no kernel; unknown names are reported on lowering (MK152 to MK158), as is what the architecture that is
+    compiled for lacks (MK163, MK167, MK170, MK245).
     """
     require_kernel(kernel, caller_span())
     return ScheduleBlock(kernel, arch)

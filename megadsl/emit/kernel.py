@@ -12,7 +12,7 @@ from jinja2.bccache import Bucket, BytecodeCache
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef, kept_values
-from megadsl.ir.plan import Instr, Item, Plan
+from megadsl.ir.plan import Instr, Item, Plan, Verb
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
@@ -154,6 +154,7 @@ def _attentions(plan: Plan) -> dict[str, Any]:
         "score_type": lambda op: f"{_camel(op)}Score",
         "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
         "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
+        "reads_ahead": any(_reads_ahead(program.body) for program in plan.programs),
         "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
         "clustered": [op for op in plan.graph.ops if isinstance(op, Attention) and merges_in_cluster(op, plan.schedule)],
         "head_vectors": head_vectors,
@@ -192,6 +193,11 @@ def _unknown(instr: Instr) -> str:
 def _hints(items: tuple[Item, ...]) -> list[str]:
     found = {str(i.args["hint"]) for i in instructions(items) if "hint" in i.args}
     return sorted(found)
+
+
+def _reads_ahead(items: tuple[Item, ...]) -> bool:
+    """Whether something is prefetched that needs more of the tape than runs of this layer's weights."""
+    return any(i.verb is Verb.PREFETCH and "ahead" in i.args for i in instructions(items))
 
 
 def _operand(op: Linear, arg: str) -> Operand:

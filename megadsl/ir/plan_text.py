@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
-from megadsl.ir.schedule import MERGE_CLUSTER
+from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS
 
 
 def print_plan(plan: Plan) -> str:
@@ -62,9 +62,9 @@ def _schedule(plan: Plan) -> Iterator[str]:
         splits += f" added within clusters of {op.splits}" if op.merge == MERGE_CLUSTER else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
-        scale += ", gathered into registers" if op.gather == "registers" else ""
+        scale += ", gathered into registers" if op.gather == REGISTERS else ""
         scale += f", polled after {op.pause} ns" if op.pause else ""
-        scale += ", published from registers" if op.publish == "registers" else ""
+        scale += ", published from registers" if op.publish == REGISTERS else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 

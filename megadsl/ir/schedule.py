@@ -37,6 +37,8 @@ class Flag:
 
 Sync: TypeAlias = Tagged | Sentinel | Flag
 
+SHARED, STAGED, REGISTERS = "shared", "staged", "registers"  # where an op's input arrives and its results leave from
+
 
 @dataclass(frozen=True)
 class Prefetch:
@@ -45,7 +47,8 @@ class Prefetch:
     smem: the ring takes them as early as it has room (else only once the op has begun).
     registers: so many of the block's first tiles (of an attention: of each warp's cached chunks, 0 or 1) move from the ring into
     registers before the op's input is waited for; None: the compiler chooses.
-    l2_bytes: this many bytes of the block's share are prefetched into L2 when the loader reaches ``ahead_of``.
+    l2_bytes: this many bytes of the block's share (of an attention: of the cached rows of each of its units) are prefetched into L2 when
+    the loader reaches ``ahead_of``; the next layer's, where that op stands behind this one in the layer.
     hint: cache policy of the stream, "evict_first" | "evict_normal" | "evict_last".
     """
 
@@ -108,7 +111,7 @@ class OpSchedule:
     gather: str | None = None
     residual: str = "block"
     pause: int = 0
-    publish: str = "staged"
+    publish: str = STAGED
     merge: str = MERGE_EXCHANGE
 
 

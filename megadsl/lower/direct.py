@@ -13,9 +13,9 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import Arg
 from megadsl.ir.graph import Attention, Graph, Linear, Op
-from megadsl.ir.schedule import Schedule, Sentinel
+from megadsl.ir.schedule import REGISTERS, SHARED, Schedule, Sentinel
 from megadsl.lower.exchanges import sharing
-from megadsl.lower.gathers import FEW_TOKENS, REGISTERS, wide_registers
+from megadsl.lower.gathers import FEW_TOKENS, wide_registers
 from megadsl.lower.memory import chunk_pieces
 from megadsl.lower.operands import prologue_values, takes_chunks
 from megadsl.lower.tiling import PANEL, tiling
@@ -23,7 +23,6 @@ from megadsl.types import ceil_div
 
 NOT_DIRECT = declare("MK244", "{op!r} cannot gather its input into registers: {why}", "{how}")
 
-SHARED = "shared"
 MOST_ROWS, MOST_DIM = 8, 128  # of an attention's queries: the N of an mma; and what registers hold of a head
 MOST_PARTS = 8  # vectors that a lane polls at once, four registers each
 DEFAULT_PARTS = 6  # more, and the gather's fixed cost is no longer what counts

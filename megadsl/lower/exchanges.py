@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange
-from megadsl.ir.schedule import MERGE_CLUSTER, Schedule, Sync, Tagged
+from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS, Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -107,7 +107,7 @@ def plan_exchanges(graph: Graph, schedule: Schedule) -> tuple[tuple[Exchange, ..
         units = share.most * graph.tokens
         uses = "1" if op.loop is None else ("layers + 1" if value.initial is not None else "layers")
         placed = arena.place(value.name, sync, "bf16", share.blocks, units, share, uses, op)
-        found.append(replace(placed, words=schedule.op(op.name).publish == "registers"))
+        found.append(replace(placed, words=schedule.op(op.name).publish == REGISTERS))
     for op in graph.ops:
         if isinstance(op, Attention):
             found.append(_parts(arena, op, graph, schedule))

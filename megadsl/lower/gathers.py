@@ -7,11 +7,10 @@ warp; of more (wide.h) a lane has whole units of one or two tokens.
 from __future__ import annotations
 
 from megadsl.ir.graph import Attention, Linear
-from megadsl.ir.schedule import Schedule
+from megadsl.ir.schedule import REGISTERS, Schedule
 from megadsl.lower.tiling import PANEL, tiling
 from megadsl.types import ceil_div
 
-REGISTERS = "registers"
 MOST_TOGETHER = 4  # tiles of a stage: their weights are in registers together
 FEW_TOKENS = 4  # mk::TileSums::kShared
 TOKENS_OF_LANES = 8  # of a warp: the N of an mma

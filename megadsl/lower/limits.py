@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
+from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.schedule import Schedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.operands import prologue_values, vectors
+from megadsl.lower.packing import OFFSET_UNIT
+from megadsl.lower.shape import CHUNK_ROWS, kv_bytes, kv_strides
 from megadsl.lower.tiling import GROUP_ROWS
+from megadsl.types import ceil_div
 
 OPERANDS = declare(
     "MK171",
@@ -33,7 +38,33 @@ CARRIED = declare(
 EMBEDS = declare(
     "MK225", "{op!r} is an embedding, but not the first op of the kernel", "embed the tokens once, first, and use that tensor again"
 )
+TOO_FAR = declare("MK212", "{what} take {need} bytes, a kernel reaches {most}", "{how}")
 OUTER = declare("MK176", "{op!r} is an attention outside mk.layers", "put it inside the layer loop")
+
+
+ARENA_BYTES = OFFSET_UNIT << 32  # the device counts an arena in 32 bits of 16-byte units
+RUN_BYTES = 1 << 32  # and what a block streams of it at a stretch in bytes
+
+
+def check_arenas(graph: Graph, schedule: Schedule, weights: int, overrides: Overrides | None) -> None:
+    """MK212 for each arena that offsets would not reach the end of; ``weights`` are bytes."""
+    asked = overrides or Overrides(schedule.arch, ())
+    cached = kv_bytes(graph, schedule.max_kv)
+    with collecting() as found:
+        if weights > ARENA_BYTES:
+            found.add(TOO_FAR, graph.span, what="the packed weights", need=weights, most=ARENA_BYTES, how="use fewer or narrower layers")
+        if cached > ARENA_BYTES:
+            where, most = asked.said(graph.span, "max_kv"), schedule.max_kv * ARENA_BYTES // cached
+            how = f"use a max_kv of at most {most}"
+            found.add(TOO_FAR, where, what="the caches", need=cached, most=ARENA_BYTES, how=how)
+        for op in graph.ops:
+            if isinstance(op, Attention):
+                head, splits = kv_strides(op, schedule.max_kv)[0], schedule.op(op.name).splits
+                longest = ceil_div(head, splits) + CHUNK_ROWS * op.cache_dim * 4
+                if longest >= RUN_BYTES:
+                    where, what = asked.said(asked.said(op.span, "max_kv"), "splits", op.name), f"the rows of a split of {op.name!r}"
+                    how = f"use .split(kv={head // RUN_BYTES + 2}), or a smaller max_kv"
+                    found.add(TOO_FAR, where, what=what, need=longest, most=RUN_BYTES - 1, how=how)
 
 
 def check_graph(graph: Graph) -> None:

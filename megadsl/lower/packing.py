@@ -11,7 +11,7 @@ from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.types import Level, round_up
 
 ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart
-OFFSET_UNIT = 16  # device offsets count 16-byte units, so that 32 bits reach 32 GB
+OFFSET_UNIT = 16  # device offsets count 16-byte units, so that 32 bits reach 64 GB
 
 
 @dataclass

@@ -22,7 +22,7 @@ from megadsl.lower.finish import finishers
 from megadsl.lower.fuse import fuse
 from megadsl.lower.held import hold_tiles
 from megadsl.lower.infer import infer
-from megadsl.lower.limits import check_graph
+from megadsl.lower.limits import check_arenas, check_graph
 from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import Packed, plan_packing
@@ -108,6 +108,7 @@ def _exchange(state: Lowering) -> None:
 
 def _pack(state: Lowering) -> None:
     state.packed = plan_packing(state.graph)
+    check_arenas(state.graph, state.schedule, state.packed.bytes, state.overrides)
 
 
 def _memory(state: Lowering) -> None:

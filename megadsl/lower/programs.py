@@ -57,13 +57,29 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     body: list[Instr] = []
     for other in builder.graph.ops:
         how = builder.schedule.op(other.name)
-        if isinstance(other, Linear) and how.prefetch.l2_bytes and how.loader == role and (how.prefetch.ahead_of or other.name) == op.name:
-            weights = Region("weights", other.name, Level.GPU)
-            body.append(Instr(Verb.PREFETCH, "prefetch_l2", other.name, other.span, reads=(weights,)))
+        if (
+            not isinstance(other, Embed)
+            and how.prefetch.l2_bytes
+            and how.loader == role
+            and (how.prefetch.ahead_of or other.name) == op.name
+        ):
+            body.append(_prefetch(builder, other, op))
     if not isinstance(op, Embed) and builder.schedule.op(op.name).loader == role:
         body.extend(_loads(builder, op, role))
     if body:
         yield Phase(op.name, _title(op), op.span, tuple(body))
+
+
+def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
+    """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
+    order = builder.graph.ops
+    together = at.loop is not None and at.loop == op.loop and builder.schedule.scope == "step"  # else a launch knows one layer
+    ahead = int(together and order.index(at) > order.index(op))
+    if isinstance(op, Attention):
+        rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
+        return Instr(Verb.PREFETCH, "prefetch_cache", op.name, op.span, reads=(rows,), args={"ahead": ahead})
+    args: dict[str, object] = {"ahead": ahead} if ahead else {}
+    return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, reads=(Region("weights", op.name, Level.GPU),), args=args)
 
 
 def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Instr]:

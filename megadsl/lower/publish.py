@@ -11,12 +11,11 @@ from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Graph, Linear, Op
 from megadsl.ir.plan import Region
-from megadsl.ir.schedule import Schedule
+from megadsl.ir.schedule import REGISTERS, Schedule
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.direct import not_dense
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.finish import finishers, why_block
-from megadsl.lower.gathers import REGISTERS
 from megadsl.types import Level
 
 NOT_AT_ONCE = declare("MK247", "{op!r} cannot publish from registers: {why}", "{how}")

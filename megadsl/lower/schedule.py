@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
 from megadsl.lower.heads import parts_bytes
 from megadsl.lower.operands import takes_chunks
-from megadsl.lower.threads import MIN_REGISTERS, WARP_THREADS, why_stay
+from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
@@ -51,7 +51,7 @@ REGISTERS = declare(
 NOT_MOVED = declare(
     "MK245",
     "registers cannot move from loaders to consumers: {why}",
-    'leave s.registers("moved") out, or use 4, 8 or 12 consumer warps',
+    'leave s.registers("moved") out, or use 4, 8 or 12 consumer warps{alone}',
 )
 NOT_FINISHED = declare("MK246", "one warp of a block cannot finish what the others multiply: {why}", 'leave s.finish("warp") out')
 BAD_BLOCKS = declare("MK163", "the schedule asks for {blocks} blocks, {arch} runs at most {limit} at once", "choose 1 to {limit} blocks")
@@ -66,7 +66,8 @@ BAD_SLOTS = declare(
     "use a power of two that is at least {least} and at most {most}, as in mk.{kind}(slots=4)",
 )
 BAD_COUNT = declare("MK166", "{what} is {value}", "choose a value from {low} to {high}")
-LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}")
+LACKS = declare("MK167", "{what} needs {feature!r}, which {arch} does not have", "compile for one of: {having}{alone}")
+_ALONE = "; mk.schedule(kernel, arch=...) decides for one architecture alone"  # in mends of what a schedule asks
 BAD_HINT = declare("MK168", "unknown cache hint {hint!r} for {op!r}", "use evict_first, evict_normal or evict_last")
 BARRIERS = declare(
     "MK169", "ring {ring!r} has {stages} stages, which is more than the {limit} a ring may have", "use at most {limit} stages"
@@ -93,8 +94,8 @@ L2_UNIT = declare("MK188", "l2 prefetch of {op!r} is {bytes} bytes", "use a mult
 
 L2_NOTHING = declare(
     "MK240",
-    "l2 prefetch of {op!r}, which streams no weights of its own",
-    "prefetch the linears; cached KV rows and tables are not prefetched into L2",
+    "l2 prefetch of {op!r}, {why}",
+    "prefetch linears, or the cached rows of attention",
 )
 
 NOT_FACTORED = declare(
@@ -261,8 +262,7 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, asked: O
     if not _check_roles(schedule, graph, asked, found):
         found.raise_if_any()
     if schedule.scope == "op" and "dependent_launch" not in machine.features:
-        where, feature = asked.said(graph.span, "scope"), "dependent_launch"
-        found.add(LACKS, where, what="one op a launch", feature=feature, arch=machine.arch, having=_having(feature))
+        _lack("one op a launch", "dependent_launch", machine, asked.said(graph.span, "scope"), found, _ALONE)
     _check_warps(schedule, machine, graph, asked, found)
     _check_rings(graph, schedule, machine, asked, found)
     _check_edges(schedule, graph, asked, found)
@@ -290,7 +290,7 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
             found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
-        _check_l2(graph, op, machine, span, found)
+        _check_l2(graph, op, schedule.scope, machine, span, found)
         if not 0 <= op.share_offset < blocks:
             where = asked.said(default, "share_offset", op.op)
             found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
@@ -307,12 +307,14 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
 
 
-def _check_l2(graph: Graph, how: OpSchedule, machine: Machine, span: Span, found: Collector) -> None:
-    wanted, feature, most = how.prefetch.l2_bytes, "l2_bulk_prefetch", machine.l2_bytes
-    if wanted and feature not in machine.features:
-        found.add(LACKS, span, what="l2 prefetch", feature=feature, arch=machine.arch, having=_having(feature))
-    if wanted and not isinstance(graph.op(how.op), Linear):
-        found.add(L2_NOTHING, span, op=how.op)
+def _check_l2(graph: Graph, how: OpSchedule, scope: str, machine: Machine, span: Span, found: Collector) -> None:
+    wanted, most = how.prefetch.l2_bytes, machine.l2_bytes
+    if wanted and "l2_bulk_prefetch" not in machine.features:
+        _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
+    if wanted and isinstance(graph.op(how.op), Embed):
+        found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
+    if wanted and isinstance(graph.op(how.op), Attention) and scope == "op":
+        found.add(L2_NOTHING, span, op=how.op, why="whose rows a launch of one op cannot find before it has joined")
     if wanted > most:
         found.add(BAD_COUNT, span, what=f"l2 prefetch of {how.op!r}, in bytes,", value=wanted, low=0, high=most)
     elif wanted % L2_BYTES:
@@ -345,8 +347,9 @@ def _check_chunk(graph: Graph, schedule: Schedule, how: OpSchedule, asked: Overr
         found.add(BAD_CHUNK, where, op=how.op, chunk=how.chunk, pieces=pieces or 1, why=why)
 
 
-def _having(feature: str) -> str:
-    return ", ".join(arch for arch, m in MACHINES.items() if feature in m.features) or "none yet"
+def _lack(what: str, feature: str, machine: Machine, span: Span, found: Collector, alone: str = "") -> None:
+    having = ", ".join(arch for arch, m in MACHINES.items() if feature in m.features) or "none yet"
+    found.add(LACKS, span, what=what, feature=feature, arch=machine.arch, having=having, alone=alone)
 
 
 def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Overrides, found: Collector) -> None:
@@ -359,7 +362,8 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
         if registers < MIN_REGISTERS:
             found.add(REGISTERS, span, warps=warps, registers=registers, need=MIN_REGISTERS)
     if schedule.registers == "moved" and (why := why_stay(schedule, machine)):
-        found.add(NOT_MOVED, asked.said(graph.span, "block_registers"), why=why)
+        alone = _ALONE if MOVES not in machine.features else ""
+        found.add(NOT_MOVED, asked.said(graph.span, "block_registers"), why=why, alone=alone)
     if finishers(schedule) and (why := why_block(graph, schedule)):
         found.add(NOT_FINISHED, asked.said(graph.span, "finish"), why=why)
     if not 1 <= schedule.blocks <= machine.sms:
@@ -377,7 +381,7 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
 def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, asked: Overrides, found: Collector) -> None:
     for feature in ("async_copy", "mbarrier"):
         if feature not in machine.features:
-            found.add(LACKS, graph.span, what="the ring", feature=feature, arch=machine.arch, having=_having(feature))
+            _lack("the ring", feature, machine, graph.span, found)
     for role, ring in schedule.rings:
         if ring.stages > MAX_STAGES:
             found.add(BARRIERS, asked.said(graph.span, "stages", ring.name, role), ring=ring.name, stages=ring.stages, limit=MAX_STAGES)

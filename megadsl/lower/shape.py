@@ -156,6 +156,8 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     if merges_in_cluster(op, schedule):
         place = (memory.offset(received_name(op)), memory.offset(landed_name(op)))
         found.append(Record("mk::ClusterShape", f"{ident(op.name)}_cluster", (*place, share.most, divisor_inverse(share.most))))
+    if how.prefetch.l2_bytes:
+        found.append(Record("mk::i32", f"{ident(op.name)}_l2", (how.prefetch.l2_bytes,), "bytes of a unit's rows to prefetch into L2"))
     return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megadsl.build.gpus import bindings_installed, driver_version
+from megadsl.build.gpus import bindings_installed, driver_version, gpus
 from megadsl.diagnostics import declare, error
 from megadsl.machine import Machine, machine, running, runs
 
@@ -62,13 +62,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 def check_gpu(arch: str, device: torch.device) -> None:
     """Raise MK440 to MK443 unless ``device`` can run kernels built for ``arch`` ("sm_90a")."""
-    if not bindings_installed():
-        raise error(BINDINGS_MISSING)
-    have, want = driver_version(), machine(arch).min_driver
-    if have is None:
-        raise error(NO_GPU, why="there is no NVIDIA driver")
-    if have < want:
-        raise error(DRIVER_OLD, have=_dotted(have), want=_dotted(want), arch=arch)
+    _check_driver(arch)
     if not torch.cuda.is_available():
         raise error(NO_GPU, why="torch sees none" if torch.version.cuda else "this torch is built without CUDA")
     if (device.index or 0) >= torch.cuda.device_count():
@@ -76,6 +70,27 @@ def check_gpu(arch: str, device: torch.device) -> None:
     found = architecture(device)
     if not runs(arch, found):
         raise error(WRONG_ARCH, arch=arch, have=found)
+
+
+def gpu_for(arch: str) -> str:
+    """The architecture ("sm_90") of the GPU that "cuda" means, asked without making a context on it. Raises as check_gpu does."""
+    _check_driver(arch)
+    found = gpus()
+    if not found:
+        raise error(NO_GPU, why="the driver lists none")
+    if not found[0].runs(arch):
+        raise error(WRONG_ARCH, arch=arch, have=found[0].arch)
+    return found[0].arch
+
+
+def _check_driver(arch: str) -> None:
+    if not bindings_installed():
+        raise error(BINDINGS_MISSING)
+    have, want = driver_version(), machine(arch).min_driver
+    if have is None:
+        raise error(NO_GPU, why="there is no NVIDIA driver")
+    if have < want:
+        raise error(DRIVER_OLD, have=_dotted(have), want=_dotted(want), arch=arch)
 
 
 def architecture(device: torch.device) -> str:

@@ -6,7 +6,9 @@ The layout is that of the manifest's pack records and of nothing else, so a cach
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megadsl.build.cache import cached
 from megadsl.diagnostics import declare, warn
+from megadsl.runtime.readahead import read_ahead
 from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate
 from megadsl.types import round_up
 
@@ -84,16 +87,38 @@ def unpack_record(manifest: Manifest, record: Record, arena: torch.Tensor, layer
 
 def _packed(manifest: Manifest, source: WeightSource, device: str, progress: bool) -> torch.Tensor:
     arena = torch.zeros(int(manifest["buffers"]["weights"]), dtype=torch.uint8, device=device)
-    units = list(_units(manifest))
-    with _bar(progress) as bar:
-        task = bar.add_task("packing weights", total=sum(record["bytes"] for record, _ in units))
-        for record, layer in units:
-            names = [s["weight"].format(layer=layer) for s in record["sources"]]
-            data = pack_record(record, [source.load(name).to(device) for name in names])
+    pack_into(arena, manifest, source, progress=progress)
+    return arena
+
+
+def pack_into(arena: torch.Tensor, manifest: Manifest, source: WeightSource, *, progress: bool = False) -> None:
+    """Pack into an arena of zeros, uint8, ``manifest["buffers"]["weights"]`` bytes, on whatever device it lies. Does not validate."""
+    units = [(record, layer, [s["weight"].format(layer=layer) for s in record["sources"]]) for record, layer in _units(manifest)]
+    with _bar(progress) as bar, closing(_in_turn(source, [names for _, _, names in units], arena.device)) as loaded:
+        task = bar.add_task("packing weights", total=sum(record["bytes"] for record, _, _ in units))
+        for (record, layer, _), tensors in zip(units, loaded, strict=True):
+            data = pack_record(record, tensors)
             begin = _offset(record, layer)
             arena[begin : begin + data.numel()] = data
             bar.advance(task, record["bytes"])
-    return arena
+
+
+def _in_turn(source: WeightSource, units: Sequence[Sequence[str]], device: torch.device) -> Generator[list[torch.Tensor]]:
+    """The bf16 tensors of each unit on ``device``; read ahead of their use where they lie in files as they are. A tensor of several units
+    (a tied output head) is then read once, and kept from the first to the last of them."""
+    left = Counter(name for names in units for name in names)
+    places = [source.stored(name) for name in left]
+    if None in places:
+        yield from ([source.load(name).to(device) for name in names] for names in units)
+        return
+    kept: dict[str, torch.Tensor] = {}
+    with closing(read_ahead([place for place in places if place is not None], device)) as tensors:
+        for names in units:
+            for name in names:
+                if name not in kept:
+                    kept[name] = next(tensors).to(torch.bfloat16)
+            left.subtract(names)
+            yield [kept[name] if left[name] else kept.pop(name) for name in names]
 
 
 def _units(manifest: Manifest) -> Iterator[tuple[Record, int]]:

@@ -1,9 +1,11 @@
-"""The safetensors files of a Hugging Face directory: one, or many with an index. Opened by mapping, nothing is read."""
+"""The safetensors files of a Hugging Face directory: one, or many with an index. Opened by mapping; only their headers are read."""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def open_files(folder: Path) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class OpenFile:
+    """One file: ``handle`` is the library's, ``begins`` the byte at which each tensor begins."""
+
+    path: Path
+    handle: Any
+    begins: Mapping[str, int]
+
+
+def open_files(folder: Path) -> Mapping[str, OpenFile]:
     """The open file of each tensor, by the tensor's name. Of a tensor that several files have, the one that the index names.
 
     MK400 without the package, MK474 when there are no files; all at once MK475 for each that is missing, MK476 for what is damaged.
@@ -38,7 +49,7 @@ def open_files(folder: Path) -> Mapping[str, Any]:
         raise error(PACKAGE_MISSING, what="reading safetensors", package="safetensors")
     listed = _listed(folder)
     places = {tensor: name for name, tensors in listed.items() for tensor in tensors}
-    found: dict[str, Any] = {}
+    found: dict[str, OpenFile] = {}
     with collecting() as findings:
         for name, tensors in listed.items():
             path = folder / name
@@ -78,14 +89,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _open(path: Path, promised: list[str], found: Collector) -> dict[str, Any]:
+def _open(path: Path, promised: list[str], found: Collector) -> dict[str, OpenFile]:
     try:
-        file: Any = safetensors.safe_open(path, framework="pt")
-        names = set(file.keys())
+        handle: Any = safetensors.safe_open(path, framework="pt")
+        names = set(handle.keys())
     except (OSError, safetensors.SafetensorError) as bad:
         found.add(FILE_DAMAGED, path=path, why=str(bad))
         return {}
     absent = [name for name in promised if name not in names]
     if absent:
         found.add(FILE_DAMAGED, path=path, why=f"it lacks {absent[0]} and {len(absent) - 1} more tensors that {INDEX} lists")
-    return dict.fromkeys(sorted(names), file)
+    return dict.fromkeys(sorted(names), OpenFile(path, handle, _begins(path)))
+
+
+def _begins(path: Path) -> dict[str, int]:
+    """From the header of a file that the library has found sound: its length in 8 bytes, then JSON with offsets behind it."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}

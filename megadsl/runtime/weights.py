@@ -6,6 +6,7 @@ A source names tensors as the checkpoint does (``model.layers.3.mlp.down_proj.we
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from megadsl.diagnostics import collecting, declare
 from megadsl.dsl.checkpoints import raw_config, stacked_rows
 from megadsl.runtime.gguf import GgufFile, read_gguf
+from megadsl.runtime.readahead import Stored
 from megadsl.runtime.safetensors import open_files
 
 MISSING = declare("MK420", "weight {name} is missing{more}", "give a checkpoint that has it, or rename it in the spec{near}")
@@ -35,6 +37,7 @@ Manifest = Mapping[str, Any]
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_STORED = dict(zip(("BF16", "F16", "F32", "F64"), _FLOATS, strict=True))  # by their names in safetensors files
 _HARMLESS = re.compile(r"rope_freqs\.weight|.*rotary_emb\.inv_freq")
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -64,6 +67,10 @@ class WeightSource(ABC):
     @abstractmethod
     def load(self, name: str) -> torch.Tensor:
         """The tensor, bf16 (rounded to nearest even), of the shape in :meth:`shapes`, on whatever device it lies."""
+
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor lies in a file as it is, so that many can be read at once; None where :meth:`load` alone can give it."""
+        return None
 
     def unreadable(self, name: str) -> str | None:
         """The name of the element type when :meth:`load` cannot turn it into bf16, else None."""
@@ -120,19 +127,30 @@ class SafetensorsSource(WeightSource):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         split = {stored for stored, _, _ in self._rows.values()}
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self.files.items()}
+        found = {name: tuple(file.handle.get_slice(name).get_shape()) for name, file in self.files.items()}
         parts = {name: (end - begin, *found[stored][1:]) for name, (stored, begin, end) in self._rows.items()}
         return {**{name: shape for name, shape in found.items() if name not in split}, **parts}
 
     def load(self, name: str) -> torch.Tensor:
         stored, begin, end = self._rows.get(name, (name, 0, None))
-        tensor: torch.Tensor = self.files[stored].get_tensor(stored)
+        tensor: torch.Tensor = self.files[stored].handle.get_tensor(stored)
         return tensor[begin:end].to(torch.bfloat16)
+
+    def stored(self, name: str) -> Stored | None:
+        stored, begin, end = self._rows.get(name, (name, 0, None))
+        file = self.files[stored]
+        view = file.handle.get_slice(stored)
+        rows, *columns = view.get_shape() or (1,)
+        dtype = _STORED.get(str(view.get_dtype()))
+        if dtype is None:
+            return None
+        first = file.begins[stored] + begin * math.prod(columns) * dtype.itemsize
+        return Stored(file.path, first, ((rows if end is None else end) - begin, *columns), dtype)
 
     def unreadable(self, name: str) -> str | None:
         stored = self._rows.get(name, (name,))[0]
-        dtype = str(self.files[stored].get_slice(stored).get_dtype())
-        return None if dtype in ("BF16", "F16", "F32", "F64") else dtype
+        dtype = str(self.files[stored].handle.get_slice(stored).get_dtype())
+        return None if dtype in _STORED else dtype
 
     def alias(self, name: str) -> bool:
         return name == HEAD and bool(self.config.get("tie_word_embeddings"))
@@ -142,7 +160,7 @@ class SafetensorsSource(WeightSource):
         found: dict[str, tuple[str, int, int]] = {}
         for stacked, rows in stacked_rows(self.config).items():
             for stored, file in self.files.items():
-                if f".{stacked}." in stored and file.get_slice(stored).get_shape()[0] == sum(rows.values()):
+                if f".{stacked}." in stored and file.handle.get_slice(stored).get_shape()[0] == sum(rows.values()):
                     begin = 0
                     for name, count in rows.items():
                         found[stored.replace(f".{stacked}.", f".{name}.")] = (stored, begin, begin + count)

@@ -13,8 +13,8 @@ from typing import TypeAlias
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
-from megadsl.ir.graph import Linear, kept_values
-from megadsl.ir.schedule import MERGES, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.graph import Attention, Linear, kept_values
+from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -228,8 +228,13 @@ def _quarters(scene: Scene, of: Subject) -> list[int]:
 
 
 def _ahead(scene: Scene, of: Subject) -> tuple[Decision, ...]:
-    """From the attention on, or else from the op in front: where blocks wait, HBM has time for it."""
-    names = [op.name for op in scene.graph.ops]
+    """From the attention on, or else from the op in front: where blocks wait, HBM has time for it. An attention's rows for the next layer,
+    from the largest linear behind it on."""
+    names, op = [op.name for op in scene.graph.ops], scene.graph.op(of[0])
+    if isinstance(op, Attention):
+        behind = [o for o in linears(scene.graph) if o.loop == op.loop and names.index(o.name) > names.index(op.name)]
+        largest = max(behind, key=lambda o: o.rows * o.columns, default=op)
+        return (decision(knobs_of(OP)["ahead_of"], of, largest.name),)
     before = [op.name for op in attentions(scene.graph) if names.index(op.name) < names.index(of[0])]
     ahead_of = before[-1] if before else names[max(0, names.index(of[0]) - 1)]
     return (decision(knobs_of(OP)["ahead_of"], of, ahead_of),)
@@ -307,7 +312,7 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: SCALES,
         _each_run(0.3),
     ),
-    Turn(knobs_of(OP)["gather"], _loaded, _op_field("gather"), lambda scene, of: ("registers", "shared"), _each_run(0.3)),
+    Turn(knobs_of(OP)["gather"], _loaded, _op_field("gather"), lambda scene, of: (REGISTERS, SHARED), _each_run(0.3)),
     Turn(
         knobs_of(OP)["publish"],
         lambda scene: [of for of in _loaded(scene) if scene.graph.op(of[0]).out is not None],
@@ -358,5 +363,5 @@ TURNS: tuple[Turn, ...] = (
         _each_run(0.2),
     ),
     Turn(knobs_of(OP)["share_offset"], _uneven, _op_field("share_offset"), _quarters, _each_run(0.1)),
-    Turn(knobs_of(OP)["l2"], _linears, _prefetch_field("l2_bytes"), lambda scene, of: L2_SIZES, _each_run(0.1), _ahead),
+    Turn(knobs_of(OP)["l2"], _loaded, _prefetch_field("l2_bytes"), lambda scene, of: L2_SIZES, _each_run(0.1), _ahead),
 )

@@ -20,7 +20,8 @@ from megadsl.tune.subject import Subject
 def about(subject: Subject, lengths: Sequence[int]) -> dict[str, Any]:
     """What a search is about: the model, the steps that are timed, and the schedule to start from."""
     start = [f"{left} = {right}" for left, right in statements(Overrides(subject.arch, subject.records))]
-    return {"model": subject.model, "tokens": subject.tokens, "kv": list(lengths), "max_kv": subject.max_kv, "start": start}
+    asked = {"model": subject.model, "arch": subject.arch, "tokens": subject.tokens, "kv": list(lengths), "max_kv": subject.max_kv}
+    return {**asked, "start": start}
 
 
 def tuned(subject: Subject, lengths: Sequence[int], result: Result, known: Mapping[str, Any]) -> ScheduleFile:

@@ -10,6 +10,7 @@ from megadsl.build.gpus import fingerprint
 from megadsl.build.toolchain import find_tool
 from megadsl.runtime.contest import Contest
 from megadsl.runtime.contest_kinds import Unfit
+from megadsl.runtime.cuda import gpu_for
 from megadsl.tune.bench import NOT_BUILT, Built, Failed, Times
 from megadsl.tune.processes import Builders, Worker
 from megadsl.tune.space import Point
@@ -20,11 +21,13 @@ COMPARE_S, VERIFY_S = 120.0, 300.0  # longer, and the measuring process is ended
 
 
 class Stand:
-    """A Bench of ``subject``: ``processes`` that build, and one that measures with ``lengths`` cached rows. Close it."""
+    """A Bench of ``subject``: ``processes`` that build, and one that measures with ``lengths`` cached rows. Close it. Raises MK440 to MK443
+    where the GPU cannot run its kernels, before anything is built."""
 
     def __init__(self, subject: Subject, lengths: Sequence[int], processes: int, factor: float = 1.05) -> None:
         self._subject, self._lengths, self._factor = subject, tuple(lengths), factor
-        self._builders: Builders[Point, Built | Failed] = Builders(Build(subject), processes, partial(Failed, NOT_BUILT))
+        on = None if subject.device == EMULATOR else gpu_for(subject.arch)
+        self._builders: Builders[Point, Built | Failed] = Builders(Build(subject, on), processes, partial(Failed, NOT_BUILT))
         self._worker: Worker | None = None
 
     def build(self, points: Sequence[Point]) -> None:

@@ -78,9 +78,10 @@ def _named(decision: Decision, found: Compiled) -> Decision:
 
 @dataclass(frozen=True)
 class Build:
-    """Compiles and builds one point; the processes that build are given it."""
+    """Compiles and builds one point, for a GPU of the architecture ``on``; the processes that build are given it."""
 
     subject: Subject
+    on: str | None = None
 
     def __call__(self, point: Point) -> Built | Failed:
         try:
@@ -99,5 +100,5 @@ class Build:
         if subject.device == EMULATOR:
             build_library(found.source, [include()], {})
             return built
-        cubin = build_cubin(found.source, subject.arch, [include()], {})
+        cubin = build_cubin(found.source, subject.arch, [include()], {}, on=self.on)
         return replace(built, kernel=replace(kernel, cubin=cubin.path), registers=cubin.registers, spill_bytes=cubin.spill_bytes)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megadsl.diagnostics import MegadslError
+from megadsl.driver import compile_model
+from megadsl.runtime import readahead
 from megadsl.runtime.control import KV_LEN, MegakernelHang
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.pack import pack_weights, unpack_record
 from megadsl.runtime.program import Program
-from megadsl.runtime.weights import random_weights
+from megadsl.runtime.weights import open_weights, random_weights
 from tests.gpu import probe
+from tests.test_runtime_readahead import CONFIG, checkpoint
 from tests.test_weights_pack import layered
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +94,19 @@ def test_packing_on_the_gpu_equals_packing_on_the_cpu() -> None:
     assert arena.is_cuda and arena.cpu().equal(pack_weights(manifest, source, "cpu", progress=False))
     (back,) = unpack_record(manifest, manifest["pack"][0], arena)
     assert back.equal(source.load("embed"))
+
+
+@pytest.mark.parametrize("piece", [readahead.PIECE, 1000])
+def test_a_checkpoint_is_read_ahead(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into pinned memory that is used again as soon as it has been copied; also on a stream of one's own."""
+    monkeypatch.setattr(readahead, "PIECE", piece)
+    checkpoint(tmp_path / "made", CONFIG, torch.float32, files=3)
+    manifest = compile_model(str(tmp_path / "made"), blocks=2, check=False).manifest
+    wanted = pack_weights(manifest, open_weights(tmp_path / "made"), "cpu", progress=False)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            arena = pack_weights(manifest, open_weights(tmp_path / "made"), "cuda", progress=False)
+            assert arena.is_cuda and arena.cpu().equal(wanted)
 
 
 def test_launch_overhead_is_small() -> None:

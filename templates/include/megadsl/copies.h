@@ -65,13 +65,21 @@ struct LaneCopies {
   static constexpr u32 kCopyBytes = 16, kAtOnce = 4;
 };
 
+// What a wait attempts: whether the phase of an mbarrier is complete. Until then the other parity is what is observed.
+template <class Copies>
+struct PhasePassed {
+  smem_ptr<u64> barrier;
+  u32 parity;
+  MK_DEV bool operator()(u32& observed) const {
+    observed = parity ^ 1;
+    return Copies::passed(barrier, parity);
+  }
+};
+
 // Waits for the phase of an mbarrier to complete.
 template <class Copies>
 MK_DEV bool wait_barrier(const Context& cx, u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) {
-  return wait(cx, site, tile, parity, [&](u32& observed) {
-    observed = parity ^ 1;
-    return Copies::passed(barrier, parity);
-  });
+  return wait(cx, site, tile, parity, PhasePassed<Copies>{barrier, parity});
 }
 
 }  // namespace mk

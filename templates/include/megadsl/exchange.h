@@ -202,6 +202,41 @@ struct GatherItems {
   }
 };
 
+// Whether `owner`, a block or a unit of one, has raised its flag for the round.
+MK_DEV bool raised(const ExchangeShape& e, const Round& round, u32 owner, u32& observed) {
+  observed = ptx::ld_acquire(round.flags + owner * kFlagStride);
+  return flag_covers(e, observed, round.sequence);
+}
+
+// Polls those vectors of a thread that `pending` has a bit for until all of them are there; `from(i)`: where the i-th lies; `told(i, observed)`:
+// whether its flag is raised, if the wire has flags. What is not wanted lies ready in `v`. All lanes of a warp call it together.
+template <class Wire, u32 kCount, class From, class Told>
+MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u32& pending, u32x4 (&v)[kCount], From from, Told told) {
+  wait_warp<ptx::kPollsAtOnce>(cx, site, tile, sequence, [&](u32& observed) {
+    if constexpr (Wire::kFlagged) {
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i)
+        if ((pending >> i & 1) && !told(i, observed) && !(i == 0 && ptx::polls_fewer())) return false;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i)
+      if (pending >> i & 1) v[i] = Wire::load(from(i));
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
+      else if (!Wire::kResets && (pending >> i & 1)) observed = Wire::tag(v[i]);
+    }
+    if (Wire::kResets) observed = Wire::tag(v[0]);  // all that are not there look the same
+    if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
+    return pending == 0;
+  });
+}
+template <class Wire, u32 kCount, class From>
+MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u32& pending, u32x4 (&v)[kCount], From from) {
+  static_assert(!Wire::kFlagged, "vectors that are their own flags");
+  poll_vectors<Wire>(cx, site, tile, sequence, pending, v, from, [](u32, u32&) { return true; });
+}
+
 // Gathers units. Each thread works from the destination: it knows where its units lie and where they go before they arrive,
 // so that after the wait only the stores are left. All of a thread's vectors are polled together, P::kUnits units and (where
 // tags push out last elements) P::kExtras extra vectors at a time.
@@ -225,27 +260,8 @@ MK_DEV void gather_units(const Context& cx, u32 site, const ExchangeShape& e, co
       if (at[i] != Items::kNone) pending |= 1u << i;
     }
     u32x4 v[kPolls] = {};
-    wait_warp<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
-      if (Wire::kFlagged) {
-#pragma unroll
-        for (u32 i = 0; i < kPolls; ++i) {
-          if (!(pending >> i & 1)) continue;
-          observed = ptx::ld_acquire(round.flags + at[i] / u32(e.vectors) * kFlagStride);
-          if (!flag_covers(e, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
-        }
-      }
-#pragma unroll
-      for (u32 i = 0; i < kPolls; ++i)
-        if (pending >> i & 1) v[i] = Wire::load(round.vectors + at[i]);
-#pragma unroll
-      for (u32 i = 0; i < kPolls; ++i) {
-        if (!(pending >> i & 1)) continue;
-        if (Wire::ready(v[i], round.sequence)) pending &= ~(1u << i);
-        else if (!Wire::kFlagged) observed = Wire::tag(v[i]);
-      }
-      if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
-      return pending == 0;
-    });
+    poll_vectors<Wire>(cx, site, at[0], round.sequence, pending, v, [&](u32 i) { return round.vectors + at[i]; },
+                       [&](u32 i, u32& observed) { return raised(e, round, at[i] / u32(e.vectors), observed); });
 #pragma unroll
     for (u32 i = 0; i < kPolls; ++i) {
       if (i < P::kUnits) items.deliver_unit(unit_item(i), v[i], unit);
@@ -268,24 +284,6 @@ struct Meanwhile {
 };
 template <class Work>
 Meanwhile(Work) -> Meanwhile<Work>;
-
-// Polls those vectors of a thread that `pending` has a bit for until all of them are there; `from(i)`: where the i-th lies. What is not wanted
-// lies ready in `v`. All lanes of a warp call it together.
-template <class Wire, u32 kCount, class From>
-MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u32& pending, u32x4 (&v)[kCount], From from) {
-  static_assert(!Wire::kFlagged, "vectors that are their own flags");
-  wait_warp<ptx::kPollsAtOnce>(cx, site, tile, sequence, [&](u32& observed) {
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i)
-      if (pending >> i & 1) v[i] = Wire::load(from(i));
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i)
-      if (Wire::ready(v[i], sequence)) pending &= ~(1u << i);
-    observed = Wire::tag(v[0]);
-    if (ptx::polls_fewer()) pending &= pending - 1;
-    return pending == 0;
-  });
-}
 
 // gather_units of one range of units that lie densely. `unit(before, bits)`: the thread's unit after `before` others, see Dealt.
 template <class Wire, u32 kTokens, class P, class Unit, class Beside>

@@ -91,36 +91,17 @@ template <class Wire, u32 kLanes, u32 kCount>
 MK_DEV void add_parts_of(const Context& cx, u32 site, const ExchangeShape& parts, const Round& round, const MergeItem& at, u32 splits, bool more,
                          float& top, float& sum, float (&out)[8]) {
   const u32 stride = kLanes * u32(parts.vectors);
-  u32x4 v[kCount][3] = {};
+  u32x4 v[3 * kCount] = {};
   u32 pending = 0;
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i)
     if (i * kLanes < splits) pending |= 7u << 3 * i;
   const u32 exists = pending;
-  wait_warp<ptx::kPollsAtOnce>(cx, site, at.data, round.sequence, [&](u32& observed) {
-    if (Wire::kFlagged) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        if (!(pending >> 3 * i & 1)) continue;
-        observed = ptx::ld_acquire(round.flags + (at.unit + i * kLanes) * kFlagStride);
-        if (!flag_covers(parts, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i)
-#pragma unroll
-      for (u32 j = 0; j < 3; ++j)
-        if (pending >> (3 * i + j) & 1) v[i][j] = ptx::ld_relaxed(round.vectors + ((j < 2 ? at.data + j : at.scale) + i * stride));
-#pragma unroll
-    for (u32 i = 0; i < 3 * kCount; ++i) {
-      if (!(pending >> i & 1)) continue;
-      if (Wire::ready_f32(v[i / 3][i % 3], round.sequence)) pending &= ~(1u << i);
-      else if (!Wire::kFlagged) observed = Wire::tag_f32(v[i / 3][i % 3]);
-    }
-    if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
-    return pending == 0;
-  });
-  const auto maximum = [&](u32 i) { return exists >> 3 * i & 1 ? Wire::value_f32(v[i][2].x) : kNoMaximum; };
+  poll_vectors<Floats<Wire>>(
+      cx, site, at.data, round.sequence, pending, v,
+      [&](u32 i) { return round.vectors + ((i % 3 < 2 ? at.data + i % 3 : at.scale) + i / 3 * stride); },
+      [&](u32 i, u32& observed) { return i % 3 != 0 || raised(parts, round, at.unit + i / 3 * kLanes, observed); });
+  const auto maximum = [&](u32 i) { return exists >> 3 * i & 1 ? Wire::value_f32(v[3 * i + 2].x) : kNoMaximum; };
   const float before = top;
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) top = math::max(top, maximum(i));
@@ -133,7 +114,7 @@ MK_DEV void add_parts_of(const Context& cx, u32 site, const ExchangeShape& parts
   }
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) {
-    const u32x4(&x)[3] = v[i];
+    const u32x4* const x = v + 3 * i;
     const float weight = ptx::exp2_approx(maximum(i) - top);  // of a split that does not exist it meets zeros
     sum += weight * Wire::value_f32(x[2].y);
     const u32 words[8] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};

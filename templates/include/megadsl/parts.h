@@ -66,15 +66,17 @@ MK_DEV RowGroups value_groups(const Context& cx, const ExchangeShape& value, u32
   return {own.begin * fold, own.end * fold};
 }
 
-// Polls `kCount` parts of four rows, from `first` on, and adds them to `sum` in order. `group` and `vector` say which rows.
+// Polls `kCount` parts of four rows, from `first` on, and adds them to `sum` in order. `group` and `vector` say which rows, if `wanted`; all
+// lanes of a warp call it together.
 template <class Wire, u32 kCount, u32 kWays, u32 kFold, class B>
-MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Round& round, u32 first, u32 group, u32 vector, float (&sum)[4]) {
+MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Round& round, u32 first, u32 group, u32 vector, bool wanted,
+                     float (&sum)[4]) {
   const Context& cx = block.cx;
   const Divisor items = {u32(e.groups), u32(e.groups_inverse)};
-  u32 at[kCount], owners[kCount], pending = 0;
+  u32 at[kCount] = {}, owners[kCount] = {}, pending = 0;
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) {
-    if (first + i >= kWays) continue;
+    if (first + i >= kWays || !wanted) continue;
     const u32 item = (first + i) * (u32(e.groups) / kWays) + group / kFold;
     owners[i] = items.divide_any((item + 1) * cx.blocks.value - u32(e.share_offset) - 1);  // share_owner
     const u32 local = (item - share_begin(u32(e.groups), cx.blocks, u32(e.share_offset), owners[i])) * kFold + group % kFold;
@@ -82,27 +84,8 @@ MK_DEV void add_some(const B& block, u32 site, const ExchangeShape& e, const Rou
     pending |= 1u << i;
   }
   u32x4 v[kCount] = {};
-  wait<ptx::kPollsAtOnce>(cx, site, at[0], round.sequence, [&](u32& observed) {
-    if (Wire::kFlagged) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        if (!(pending >> i & 1)) continue;
-        observed = ptx::ld_acquire(round.flags + owners[i] * kFlagStride);
-        if (!flag_covers(e, observed, round.sequence) && !(i == 0 && ptx::polls_fewer())) return false;
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i)
-      if (pending >> i & 1) v[i] = ptx::ld_relaxed(round.vectors + at[i]);
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i) {
-      if (!(pending >> i & 1)) continue;
-      if (Wire::ready_f32(v[i], round.sequence)) pending &= ~(1u << i);
-      else if (!Wire::kFlagged) observed = Wire::tag_f32(v[i]);
-    }
-    if (!Wire::kFlagged && ptx::polls_fewer()) pending &= pending - 1;
-    return pending == 0;
-  });
+  poll_vectors<Floats<Wire>>(cx, site, at[0], round.sequence, pending, v, [&](u32 i) { return round.vectors + at[i]; },
+                             [&](u32 i, u32& observed) { return raised(e, round, owners[i], observed); });
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) {
     if (first + i >= kWays) continue;
@@ -118,13 +101,15 @@ MK_DEV void add_parts(const B& block, u32 site, const ExchangeShape& value, cons
   constexpr u32 kVectors = kSumVectors<B>, kMost = 8, kTurns = ceil_div(kWays, kMost), kAtOnce = ceil_div(kWays, kTurns);
   const RowGroups own = value_groups(block.cx, value, kFold);
   const Round round = exchange_round(block.buffers, e, sequence);
+  const u32 items = (own.end - own.begin) * kVectors;
   trace(block.cx, Event::kWait, site);
 #pragma unroll 1
-  for (u32 i = block.thread; i < (own.end - own.begin) * kVectors; i += B::kThreads) {
+  for (u32 i = block.thread; i < ceil_div(items, kWarpSize) * kWarpSize; i += B::kThreads) {  // whole warps: they poll as one
     const u32 group = own.begin + i / kVectors, vector = i % kVectors;
     float sum[4] = {};
 #pragma unroll 1
-    for (u32 turn = 0; turn < kTurns; ++turn) add_some<Wire, kAtOnce, kWays, kFold>(block, site, e, round, turn * kAtOnce, group, vector, sum);
+    for (u32 turn = 0; turn < kTurns; ++turn) add_some<Wire, kAtOnce, kWays, kFold>(block, site, e, round, turn * kAtOnce, group, vector, i < items, sum);
+    if (i >= items) continue;
     epilogue(group, vector % 2 * 2, vector / 2, sum[0], sum[1]);
     epilogue(group, vector % 2 * 2 + 1, vector / 2, sum[2], sum[3]);
   }

@@ -103,10 +103,7 @@ struct Loader {
   static constexpr u32 kDrainPolls = 1u << 22;
 
   MK_DEV bool wait_barrier(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
-    return Copies::wait(cx, site, tile, parity, [&](u32& observed) {
-      observed = parity ^ 1;
-      return Copies::passed(barrier, parity);
-    });
+    return Copies::wait(cx, site, tile, parity, PhasePassed<Copies>{barrier, parity});
   }
   MK_DEV bool retire(u32 site, u32 tile) {
     if (!wait_barrier(site, tile, ring.full + landed.slot, landed.parity)) return false;

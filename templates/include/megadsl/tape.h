@@ -9,17 +9,17 @@
 
 namespace mk {
 
-enum class Play : u32 { kWeights, kCache, kPrefetch, kGate, kRows };
+enum class Play : u32 { kWeights, kCache, kPrefetch, kGate, kRows, kPrefetchCache };
 
 struct TapeEntry {
   Play kind;
-  u32 site;
+  u32 site;          // kPrefetch, kPrefetchCache: how many layers ahead
   u32 base;          // 16-byte units from the start of the arena
   u32 layer_stride;  // likewise
   u32 bytes;         // of the run; of one cache chunk for kCache
   u32 step;          // bytes per stage
   u32 tile;          // number of the first tile, for reports; kCache, of kernels with windows: how many rows a token sees, 0 for all
-  u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed
+  u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed; kPrefetchCache: most bytes
   u64 policy;
   u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate, kRows: shared-memory offset of the word to wait for
   u32 units;         // kCache: KV heads * splits; else tiles from run to run, for reports
@@ -82,8 +82,8 @@ struct Walk {
   }
 };
 
-// kWindows: some attention sees a window of the rows.
-template <class R, bool kWindows = false>
+// kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are.
+template <class R, bool kWindows = false, bool kAhead = false>
 struct Tape {
   using Copies = typename R::Copies;
 
@@ -95,6 +95,7 @@ struct Tape {
   u32 shown = 0;  // so many all lanes of the loader have been able to read
   Step step;
   u32 gates;  // rounds of a step, see gates_before
+  u32 layers = 0;  // kAhead: beyond the last there is nothing to prefetch
 
   MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds)
       : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds) {}
@@ -143,12 +144,19 @@ struct Tape {
   }
 
   // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring, at most of one part of the columns.
-  MK_DEV void prefetch(const LinearShape& s) {
+  MK_DEV void prefetch(const LinearShape& s, u32 ahead = 0) {
     bool first = true;
     for_each_part(s, u32(s.ways), own_groups(cx, s), [&](u32 part, RowGroups own) {
-      if (first) runs(Play::kPrefetch, 0, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
+      if (first) runs(Play::kPrefetch, ahead, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
       first = false;
     });
+  }
+
+  // The same of the cached rows of each of this block's units, for the streamed ones.
+  template <class T>
+  MK_DEV void prefetch_cache(const AttentionShape& s, u32 l2_bytes, u32 ahead) {
+    add({Play::kPrefetchCache, ahead, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, R::kStageBytes, T::kWindow, l2_bytes, 0, u32(s.head_stride),
+         u32(s.kv_heads) * u32(s.splits), u32(s.splits), u32(s.splits_inverse)});
   }
 
   // What follows waits until the consumers have begun the op.
@@ -168,12 +176,18 @@ struct Tape {
         pass_gate(e);
         continue;
       }
+      if constexpr (kAhead) {
+        if (e.kind == Play::kPrefetchCache || (e.kind == Play::kPrefetch && e.site != 0)) {
+          prefetch_ahead(e);
+          continue;
+        }
+      }
       const bool cached = e.kind == Play::kCache;
       const u32 units = cached ? e.units : cx.block + 1, repeats = e.repeats;
 #pragma unroll 1
       for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
 #pragma unroll 1
-        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit) : weight_run(e, pass), cached ? 0 : pass * e.units);
+        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit, cx.layer) : weight_run(e, pass, cx.layer), cached ? 0 : pass * e.units);
     }
   }
 
@@ -188,12 +202,12 @@ struct Tape {
          kind == Play::kPrefetch ? R::kStageBytes : u32(s.together) * tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
          pieces * (tile_bytes / 16), pieces, 0, 0});
   }
-  MK_DEV Run weight_run(const TapeEntry& e, u32 pass) const {
-    return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * pass) * 16, e.bytes};
+  MK_DEV Run weight_run(const TapeEntry& e, u32 pass, u32 layer) const {
+    return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
-  MK_DEV Run cache_run(const TapeEntry& e, u32 index) const {
+  MK_DEV Run cache_run(const TapeEntry& e, u32 index, u32 layer) const {
     const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? e.tile : 0);
-    const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * unit.head;
+    const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
   MK_DEV void stream(const TapeEntry& e, Run run, u32 tiles_before) {
@@ -209,6 +223,21 @@ struct Tape {
       }
       loader.load(e.site, tile, run.source + done, bytes, e.policy);
     }
+  }
+  // Asks for what a later layer streams. Rows that this launch still appends may be among them: L2 has them as they come.
+  MK_DEV void prefetch_ahead(const TapeEntry& e) const {
+    const bool cached = e.kind == Play::kPrefetchCache;
+    const u32 layer = cx.layer + e.site, units = cached ? e.units : cx.block + 1, repeats = cached ? 1 : e.repeats;
+    if (layer >= layers) return;
+#pragma unroll 1
+    for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
+#pragma unroll 1
+      for (u32 pass = 0; pass < repeats; ++pass) {
+        const Run run = cached ? cache_run(e, unit, layer) : weight_run(e, pass, layer);
+        const u32 size = cached ? min_u32(run.bytes, e.repeats) : run.bytes;
+#pragma unroll 1
+        for (u32 done = 0; done < size; done += e.step) Copies::prefetch(run.source + done, min_u32(e.step, size - done));
+      }
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);

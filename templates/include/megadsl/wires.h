@@ -98,6 +98,13 @@ struct Words : Wire {
   MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed_words(to, x); }
 };
 
+// A wire's vectors where each is four fp32 values.
+template <class Wire>
+struct Floats : Wire {
+  MK_DEV static bool ready(u32x4 x, u32 sequence) { return Wire::ready_f32(x, sequence); }
+  MK_DEV static u32 tag(u32x4 x) { return Wire::tag_f32(x); }
+};
+
 // A value whose elements are results of conversions (ptx::to_bf16, pack_bf16): of any NaN those make 0x7fff, never the empty value.
 template <class Wire>
 struct Converted : Wire {

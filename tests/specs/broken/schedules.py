@@ -122,6 +122,13 @@ def split_of_a_linear(s: ScheduleBlock) -> None:
     # mend: kv=4 => kv=2
 
 
+def split_of_too_many_rows(s: ScheduleBlock) -> None:
+    s.max_kv(1 << 24)
+    s["attention"].split(kv=1)
+    # MK212 `s["attention"].split(` | the rows of a split of 'attention' take 4294971392 bytes | or a smaller max_kv
+    # mend: kv=1 => «kv=3»
+
+
 def chunk(s: ScheduleBlock) -> None:
     s["o_proj"].split(chunk=7)
     # MK160 `s["o_proj"].split(` | chunk of 'o_proj' is 7 tiles, a row group of it has 1 | choose a divisor of 1
@@ -296,9 +303,16 @@ def l2_of_odd_bytes(s: ScheduleBlock) -> None:
     # mend: l2=1000 => l2=1008
 
 
-def l2_of_cached_rows(s: ScheduleBlock) -> None:
+def l2_of_a_table(s: ScheduleBlock) -> None:
+    s["embed"].prefetch(l2=1024)
+    # MK240 `s["embed"].prefetch(` | l2 prefetch of 'embed', which streams nothing | prefetch linears, or the cached rows of attention
+    # mend: "embed" => "attention"
+
+
+def l2_of_cached_rows_in_launches_of_one_op(s: ScheduleBlock) -> None:
+    s.launch("op")
     s["attention"].prefetch(l2=1024)
-    # MK240 `s["attention"].prefetch(` | which streams no weights of its own | prefetch the linears
+    # MK240 `s["attention"].prefetch(` | whose rows a launch of one op cannot find | prefetch linears
     # mend: "attention" => "o_proj"
 
 
