@@ -1,8 +1,8 @@
 """What each call does to a block's shared memory: which bytes, in which order, between which of the block's barriers.
 
 One stream of :class:`Access` and :class:`Meet` for one block and layer after layer: the contract of the functions in
-templates/include/megadsl/ (linear.h, direct.h, wide.h, prologue.h, attention.h, heads.h, merge.h, finish.h, sample.h, embed.h, exchange.h,
-block.h). A test counts their barriers against Instr.syncs.
+templates/include/megadsl/ (linear.h, direct.h, wide.h, prologue.h, attention.h, heads.h, merge.h, finish.h, sample.h, embed.h, custom.h,
+exchange.h, block.h). A test counts their barriers against Instr.syncs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.exchanges import LASTS_PER_VECTOR
 from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
-from megadsl.lower.operands import prologue_values, vectors
+from megadsl.lower.operands import input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.shape import ident
 from megadsl.lower.tiling import PANEL
 from megadsl.types import ceil_div
@@ -419,6 +419,23 @@ class Stream:
         solo = self._one(groups * self.device.tokens * int(str(step.instr.args["lanes"])) <= WARP_THREADS)
         yield from self._staged(step, self._out(step), groups, True, solo)
         yield from self._meet(step.instr, "end")
+
+    def _custom(self, step: Step) -> Iterator[Event]:
+        op = self.device.op(step.instr.op)
+        yield from self._meet(step.instr, "input")
+        inputs = []
+        for arg, ref in op.inputs:
+            _, features, at = self.device.rows(op.name, arg)
+            size = ceil_div(features, 8) * UNIT_BYTES * self.device.tokens
+            inputs.append(Access(input_area(op, arg), at, size, True, step, self._gathered(step, arg)))
+        yield from inputs
+        yield from self._meet(step.instr, "gathered")
+        yield from (_reading(a) for a in inputs)
+        features, scratch, groups, offset = self.device.records[ident(op.name)]
+        if op.call.scratch:
+            yield Access(scratch_area(op), scratch, op.call.scratch, True, step, ("scratch", op.name, step.when))
+        yield from self._staged(step, self._out(step), self.owned(groups, offset), True)
+        yield from self._meet(step.instr, "computed")
 
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megadsl.ir.graph import Attention, Linear
+from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
-from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.shape import CHUNK_ROWS, ident, input_name
 from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
@@ -138,6 +138,14 @@ class Device:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
         return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1], self.op(op).window or 0)
 
+    def rows(self, op: str, arg: str) -> tuple[int, int, int]:
+        """The words of mk::RowsShape: first feature and features of a custom op's input, and where its rows lie."""
+        begin, features, at = self.records[input_name(self.op(op), arg)]
+        return begin, features, at
+
+    def customs(self) -> list[Custom]:
+        return [o for o in self.plan.graph.ops if isinstance(o, Custom)]
+
     def shares(self, groups: int, offset: int) -> list[int]:
         """First item of every block, and the end of the last's."""
         if (groups, offset) not in self._shares:
@@ -217,5 +225,5 @@ def evaluate(expression: str, names: dict[str, int]) -> int:
 
 
 def prologue_gathers(matrix: Instr) -> list[Instr]:
-    """The gathers nested in a linear's instruction."""
+    """The gathers nested in a linear's instruction, or in a custom op's."""
     return [i for i in matrix.body if i.call == "gather"]

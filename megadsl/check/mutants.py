@@ -315,6 +315,8 @@ def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
         },
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
+        "mk::CustomShape": {"groups": 2, "share": 3},
+        "mk::RowsShape": {"features": 1},
     }
     for record in plan.shape:
         for what, index in words.get(record.type, {}).items():

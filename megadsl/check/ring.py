@@ -200,6 +200,8 @@ class Block:
                 case "attention":
                     ring = str(step.instr.args["ring"])
                     yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring, step.turn))
+                case "custom":
+                    yield from self._vectors(step)
 
     def _vectors(self, step: Step) -> Iterator[Action]:
         for inner in step.instr.body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.expr import arg_names, reductions, varies
-from megadsl.ir.graph import Attention, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Custom, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
 
 
 class InternalError(AssertionError):
@@ -28,6 +28,8 @@ def reads(op: Op) -> tuple[ValueRef, ...]:
             return ()
         case Attention():
             return (op.q, op.k, op.v)
+        case Custom():
+            return tuple(ref for _, ref in op.inputs)
         case Linear():
             own = {p.name for p in op.parts}
             refs = [*op.prologue.args, *(op.epilogue.args if op.epilogue else ())]
@@ -97,6 +99,15 @@ def _op(op: Op, graph: Graph) -> Iterator[str]:
             yield from _linear(op, out)
         case Attention():
             yield from _attention(op, out)
+        case Custom():
+            yield from _custom(op, out)
+
+
+def _custom(op: Custom, out: int | None) -> Iterator[str]:
+    if out is not None and out != op.call.features:
+        yield f"gives {op.call.features} features into a value of {out}"
+    if sorted(name for name, _ in (*op.inputs, *op.weights)) != sorted(op.call.args):
+        yield "binds other names than its function takes"
 
 
 def _linear(op: Linear, out: int | None) -> Iterator[str]:

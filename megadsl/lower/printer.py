@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.expr import to_text
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
 from megadsl.ir.spec import Node, Spec, Tensor
 from megadsl.ops.base import shape_text
 
@@ -92,6 +92,9 @@ def _op(op: Op) -> Iterator[str]:
                 yield f"scores capped at {op.softcap:g}"
             yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
             yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
+        case Custom():
+            yield f"custom {op.name} {op.call} -> {op.out}"
+            yield from (f"{name} = {_ref(ref)}" for name, ref in (*op.inputs, *op.weights))
 
 
 def _fused(fused: Fused) -> str:

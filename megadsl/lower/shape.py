@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import struct
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import kept_locally, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
-from megadsl.lower.operands import head_vectors, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
 
@@ -28,6 +28,11 @@ def ident(name: str) -> str:
 def begin_name(op: str, arg: str) -> str:
     """Shape's member for where in its value an operand of a linear begins; only operands that are slices have one."""
     return f"{ident(op)}_{ident(arg)}_begin"
+
+
+def input_name(op: Custom, arg: str) -> str:
+    """Shape's member for an input of a custom op."""
+    return f"{ident(op.name)}_{ident(arg)}_rows"
 
 
 def float_bits(value: float) -> int:
@@ -97,6 +102,8 @@ def _op(
             return _linear(op, graph, schedule, packed, memory)
         case Attention():
             return _attention(op, graph, schedule, packed, memory, kv_at)
+        case Custom():
+            return _custom(op, schedule, packed, memory)
 
 
 def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record:
@@ -154,6 +161,15 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     merge = (share.groups, share.share_offset, op.heads // op.kv_heads, divisor_inverse(op.heads // op.kv_heads))
     found = [Record("mk::AttentionShape", ident(op.name), words), Record("mk::MergeShape", f"{ident(op.name)}_merge", merge)]
     return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
+
+
+def _custom(op: Custom, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
+    share = sharing(op, op.call.features, schedule)
+    scratch = memory.offset(scratch_area(op))
+    found = [Record("mk::CustomShape", ident(op.name), (op.call.features, scratch, share.groups, share.share_offset))]
+    for arg, ref in op.inputs:
+        found.append(Record("mk::RowsShape", input_name(op, arg), (ref.begin, ref.features, memory.offset(input_area(op, arg)))))
+    return [*found, *(_vector(packed, vector_name(op, arg)) for arg, _ in op.weights)]
 
 
 def _pause(how: OpSchedule) -> list[Record]:
