@@ -423,19 +423,21 @@ class Stream:
     def _custom(self, step: Step) -> Iterator[Event]:
         op = self.device.op(step.instr.op)
         yield from self._meet(step.instr, "input")
-        inputs = []
-        for arg, ref in op.inputs:
-            _, features, at = self.device.rows(op.name, arg)
-            size = ceil_div(features, 8) * UNIT_BYTES * self.device.tokens
-            inputs.append(Access(input_area(op, arg), at, size, True, step, self._gathered(step, arg)))
-        yield from inputs
+        inputs = {arg: self._rows(step, arg) for arg, _ in op.inputs}
+        yield from (inputs[str(inner.args["arg"])] for inner in step.instr.body if inner.call == "gather")
         yield from self._meet(step.instr, "gathered")
-        yield from (_reading(a) for a in inputs)
+        yield from (_reading(a) for a in inputs.values())
         features, scratch, groups, offset = self.device.records[ident(op.name)]
         if op.call.scratch:
             yield Access(scratch_area(op), scratch, op.call.scratch, True, step, ("scratch", op.name, step.when))
         yield from self._staged(step, self._out(step), self.owned(groups, offset), True)
         yield from self._meet(step.instr, "computed")
+
+    def _rows(self, step: Step, arg: str) -> Access:
+        """An input of a custom op, as it is gathered."""
+        _, features, at = self.device.rows(step.instr.op, arg)
+        size = ceil_div(features, 8) * UNIT_BYTES * self.device.tokens
+        return Access(input_area(self.device.op(step.instr.op), arg), at, size, True, step, self._gathered(step, arg))
 
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op

@@ -105,7 +105,8 @@ def _release(device: Device, step: Step, findings: Findings) -> None:
 
 
 def _raw(device: Device, step: Step, findings: Findings) -> None:
-    """Bits that are sent as they lie in a table, or as a user's function left them, are looked at for the empty value; conversions never make it (ptx::to_bf16)."""
+    """Bits that are sent as they lie in a table, or where a user's function may have left them, are looked at for the empty value;
+    conversions never make it (ptx::to_bf16)."""
     instr = step.instr
     op = device.op(instr.op)
     as_it_lies = isinstance(op, Custom) or (isinstance(op, Embed) and op.expr is None)

@@ -55,7 +55,10 @@ _VIEW = "use op.thread(), op.warp(), op.lane(), op.sync(), and out.begin and out
 _PORTABLE = (
     (r"\b(?:__)?asm(?:__)?\b", _WRAPPERS),
     (r"\b(?:threadIdx|blockIdx|blockDim|gridDim|warpSize)\b", _VIEW),
-    (r"\b__(?:syncthreads|syncwarp|threadfence|nanosleep)\w*", "use op.sync() for the block's consumer warps, mk::ptx::syncwarp() for a warp"),
+    (
+        r"\b__(?:syncthreads|syncwarp|threadfence|nanosleep)\w*",
+        "use op.sync() for all that run the function, mk::ptx::syncwarp() for a warp",
+    ),
     (r"\b__(?:shfl|ballot|any|all|activemask|reduce|match)_?\w*", _WRAPPERS),
     (r"\batomic[A-Z]\w*|\bcuda::\w+", "give each result one writer: blocks meet by what they publish"),
     (r"\b__(?:shared|device|global|constant|forceinline)__", "write MK_DEV, and take shared memory from op.scratch"),
@@ -65,12 +68,13 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"][^>"\n]*[>"]?)', re.MULTILINE)
 _OWN_INCLUDE = re.compile(r'"megadsl/[\w/.]+"')
 # Names that mean something else where the function's argument is declared: words of C++, its own members, and members of Shape.
-_TAKEN = frozenset(
-    "auto bool break case catch char class const constexpr continue default delete do double else enum explicit extern false float for friend"
-    " goto if inline int long namespace new operator private protected public register return short signed sizeof static struct switch template"
-    " this throw true try typedef typename union unsigned using virtual void volatile while block count tokens scratch thread warp lane sync run kTokens"
-    " kThreads kWarps exchange kept pause merge input".split()
+_WORDS = (
+    "auto bool break case catch char class const constexpr continue default delete do double else enum explicit extern false float for"
+    " friend goto if inline int long namespace new operator private protected public register return short signed sizeof static struct switch"
+    " template this throw true try typedef typename union unsigned using virtual void volatile while"
+    " block count tokens scratch thread warp lane sync run kTokens kThreads kWarps exchange kept pause merge input"
 )
+_TAKEN = frozenset(_WORDS.split())
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MOST = 2**31
 
@@ -148,7 +152,8 @@ class CustomOp:
         if found and (several or len(found) == 1) and all(_is_count(each, least) for each in found):
             return found
         wanted = "a positive number of features, a tuple of such for several outputs" if several else "a number that is not negative"
-        tracer.found.add(BAD_RULE, span, name=self.name, what=f"{what}=", value=value if isinstance(value, str) else repr(value), wanted=wanted)
+        shown = value if isinstance(value, str) else repr(value)
+        tracer.found.add(BAD_RULE, span, name=self.name, what=f"{what}=", value=shown, wanted=wanted)
         return (8 * least,)
 
     def _read(self, tracer: Tracer) -> Header:
@@ -172,9 +177,7 @@ class CustomOp:
         return Header(path.name, text)
 
 
-def custom_op(
-    *, header: str, features: Rule | None = None, scratch: Rule = 0, flops: Rule = 0
-) -> Callable[[Callable[..., Any]], CustomOp]:
+def custom_op(*, header: str, features: Rule | None = None, scratch: Rule = 0, flops: Rule = 0) -> Callable[[Callable[..., Any]], CustomOp]:
     """Declares an op of the user's own; what it decorates is the op's meaning in torch.
 
     The decorated function's positional arguments are the op's tensors: activations (tokens, features) in bf16, whose rows every block

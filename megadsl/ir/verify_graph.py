@@ -81,11 +81,7 @@ def _order(graph: Graph) -> Iterator[str]:
 
 def _op(op: Op, graph: Graph) -> Iterator[str]:
     features = {v.name: v.features for v in graph.values}
-    for ref in reads(op):
-        if ref.value not in features:
-            yield f"reads unknown value {ref.value!r}"
-        elif ref.begin < 0 or ref.begin + ref.features > features[ref.value]:
-            yield f"reads features [{ref.begin}, {ref.begin + ref.features}) of {ref.value!r}, which has {features[ref.value]}"
+    yield from _reads(op, features)
     out = features.get(op.out) if op.out is not None else None
     if op.out is not None and out is None:
         yield f"writes unknown value {op.out!r}"
@@ -108,6 +104,14 @@ def _custom(op: Custom, out: int | None) -> Iterator[str]:
         yield f"gives {op.call.features} features into a value of {out}"
     if sorted(name for name, _ in (*op.inputs, *op.weights)) != sorted(op.call.args):
         yield "binds other names than its function takes"
+
+
+def _reads(op: Op, features: dict[str, int]) -> Iterator[str]:
+    for ref in reads(op):
+        if ref.value not in features:
+            yield f"reads unknown value {ref.value!r}"
+        elif ref.begin < 0 or ref.begin + ref.features > features[ref.value]:
+            yield f"reads features [{ref.begin}, {ref.begin + ref.features}) of {ref.value!r}, which has {features[ref.value]}"
 
 
 def _linear(op: Linear, out: int | None) -> Iterator[str]:

@@ -35,10 +35,8 @@ def custom_phase(builder: Builder, op: Custom, role: str) -> Iterator[Instr]:
     ring = Region("ring", builder.schedule.op(op.name).loader, Level.BLOCK)
     syncs = (*(("input",) if finishers(builder.schedule) else ()), "gathered", "computed")
     reads = (*rows[: len(op.inputs)], *((ring,) if op.weights else ()))
-    args = {"custom": op, "ring": ring.name}
-    yield Instr(
-        Verb.COMPUTE, "custom", op.name, op.span, body[0].site, reads, (*rows[len(op.inputs) :], staged()), body=body, syncs=syncs, args=args
-    )
+    writes, args = (*rows[len(op.inputs) :], staged()), {"custom": op, "ring": ring.name}
+    yield Instr(Verb.COMPUTE, "custom", op.name, op.span, body[0].site, reads, writes, body=body, syncs=syncs, args=args)
     yield publish(builder, op, role, op.out)
     yield from keep(builder, op, op.out)
 

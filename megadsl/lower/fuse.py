@@ -6,6 +6,7 @@ import re
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.naming import stem, unique
+from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Arg, Expr, arg_names, substitute
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, Value, ValueRef, WeightRef
 from megadsl.ir.spec import Carried, Node, Spec, Tensor
@@ -411,14 +412,19 @@ class _Fuser:
 
     def _custom(self, node: Node) -> Custom:
         """Its arguments by what they are; a finding for each that is an expression."""
-        call, values, weights = node.attrs["call"], [], []
+        call: CustomCall = node.attrs["call"]
+        values: list[tuple[str, ValueRef]] = []
+        weights: list[tuple[str, WeightRef]] = []
         for arg, tensor in zip(call.args, node.inputs, strict=True):
             expr = self.made.exprs[tensor]
             if not isinstance(expr, Arg):
                 self.found.add(NOT_A_VALUE, node.span, name=node.name, arg=arg, tensor=tensor, node=self._source(tensor))
                 continue
             ref = self._operand(expr.name, node)
-            (weights if isinstance(ref, WeightRef) else values).append((arg, ref))
+            if isinstance(ref, WeightRef):
+                weights.append((arg, ref))
+            else:
+                values.append((arg, ref))
         return Custom(node.name, call, tuple(values), tuple(weights), self.values[node.name], node.loop, node.span)
 
     def _head_map(self, node: Node | None) -> Fused | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megadsl.ir.graph import Attention, Custom, Embed, Op, ValueRef
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, ValueRef
 from megadsl.ir.plan import Instr, Region, Verb
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import kept_locally, merge_lanes
@@ -47,7 +47,8 @@ def stages_alone(builder: Builder, op: Op) -> bool:
     if finishers(builder.schedule):
         return True
     units = builder.exchange(op.out).units
-    if isinstance(op, Attention):
+    if not isinstance(op, Linear):
+        assert isinstance(op, Attention)
         return units * merge_lanes(op, builder.graph.tokens, builder.schedule)[0] <= WARP_THREADS
     if builder.schedule.op(op.name).ways > 1:
         return units * tiling(op).fold * 2 <= WARP_THREADS  # mk::add_parts: four rows of a token each

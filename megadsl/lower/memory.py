@@ -93,9 +93,7 @@ def plan_memory(
         at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) or finishers(schedule) else sums)
     at = max(at, _place(areas, sums, [("sums", _sums_bytes(graph, schedule))]))
     # Behind all that other warps may still read while the first leave their products.
-    at = max(
-        _place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in others), at
-    )
+    at = max(_place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in others), at)
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)

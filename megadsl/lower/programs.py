@@ -83,6 +83,8 @@ def _loads(builder: Builder, op: Op, role: str) -> Iterator[Instr]:
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
+    if isinstance(op, Embed):
+        return
     for arg, _ in vectors(op):
         record = vector_name(op, arg)
         weights = Region("weights", record, Level.GPU)
