@@ -427,7 +427,7 @@ class Stream:
         yield from (inputs[str(inner.args["arg"])] for inner in step.instr.body if inner.call == "gather")
         yield from self._meet(step.instr, "gathered")
         yield from (_reading(a) for a in inputs.values())
-        features, scratch, groups, offset = self.device.records[ident(op.name)]
+        _, scratch, groups, offset = self.device.records[ident(op.name)]
         if op.call.scratch:
             yield Access(scratch_area(op), scratch, op.call.scratch, True, step, ("scratch", op.name, step.when))
         yield from self._staged(step, self._out(step), self.owned(groups, offset), True)

@@ -67,14 +67,16 @@ _NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"][^>"\n]*[>"]?)', re.MULTILINE)
 _OWN_INCLUDE = re.compile(r'"megadsl/[\w/.]+"')
-# Names that mean something else where the function's argument is declared: words of C++, its own members, and members of Shape.
+# Names that mean something else where they would be emitted: words of C++; of arguments members of `op` and of Shape; of functions what
+# the consumers' role calls its own.
 _WORDS = (
-    "auto bool break case catch char class const constexpr continue default delete do double else enum explicit extern false float for"
-    " friend goto if inline int long namespace new operator private protected public register return short signed sizeof static struct switch"
-    " template this throw true try typedef typename union unsigned using virtual void volatile while"
-    " block count tokens scratch thread warp lane sync run kTokens kThreads kWarps exchange kept pause merge input"
+    "auto bool break case catch char class const constexpr continue default delete do double else enum explicit extern false float"
+    " for friend goto if inline int long namespace new operator private protected public register return short signed sizeof static"
+    " struct switch template this throw true try typedef typename union unsigned using virtual void volatile while"
 )
-_TAKEN = frozenset(_WORDS.split())
+_MEMBERS = "block count tokens scratch thread warp lane sync kTokens kThreads kWarps exchange kept pause merge"
+_LOCALS = "block out layer layers epoch cx s step steps buffers staged activations second angles gates more mk megakernel"
+_ARGUMENTS, _FUNCTIONS = (frozenset(f"{_WORDS} {names}".split()) for names in (_MEMBERS, _LOCALS))
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MOST = 2**31
 
@@ -116,14 +118,15 @@ class CustomOp:
         signature = inspect.signature(self.meaning)
         args = tuple(p.name for p in signature.parameters.values() if p.kind in _POSITIONAL)
         rest = [p for p in signature.parameters.values() if p.kind not in _POSITIONAL]
-        taken = [p for p in signature.parameters if p in _TAKEN or not p.isascii()]
+        taken = [p for p in signature.parameters if p in _ARGUMENTS or not p.isascii()]
+        taken += [self.name] if self.name in _FUNCTIONS or not self.name.isascii() else []
         defaults = [a for a in args if signature.parameters[a].default is not inspect.Parameter.empty]
         why = how = ""
         if not args or defaults or any(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in rest):
             why = f"its function is {self.name}{signature}"
             how = "name its tensors one by one, without defaults, then its parameters behind a `*`: def mix(x, y, *, scale)"
         elif taken:
-            why, how = f"its function has an argument {taken[0]!r}, which is a word of C++ or of op", "give the argument another name"
+            why, how = f"the name {taken[0]!r} means something else in the kernel", "choose another name"
         if why:
             raise tracer.fail(SIGNATURE, self._declared, name=self.name, why=why, how=how)
         try:
