@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 from lower_tools import GPU
+from typer.testing import CliRunner
 
 import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.build.nvcc import build_cubin
 from megadsl.check.mutants import score_plan
+from megadsl.cli import app
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
@@ -194,9 +197,15 @@ def test_a_result_outside_of_what_the_block_owns(tmp_path: Path) -> None:
 
 
 def test_another_function_than_the_meaning_is_found(tmp_path: Path) -> None:
-    folder = spoilt(tmp_path, "fwht.cuh", "other - v[i]", "v[i] - other")
-    with pytest.raises(AssertionError):
-        check(made("rotated", 1, 2, folder=folder), SIZES[1])
+    """By ``megadsl check --seeds``: all schedules agree, and none with torch."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    folder = spoilt(tmp_path, "top2.cuh", "1.0f - gate : 0.0f", "gate : 0.0f")
+    options = ["--config", str(config), "--max-kv", "64", "--blocks", "2", "--seeds", "1", "--json"]
+    done = CliRunner().invoke(app, ["check", f"{folder / 'custom_ops.py'}:experts", *options])
+    assert done.exit_code == 1
+    (found,) = json.loads(done.stdout)["schedules"]
+    assert found["kind"] == "WrongResult" and "off from what the graph means in torch" in found["text"]
 
 
 def test_a_meaning_that_is_not_what_was_declared(tmp_path: Path) -> None:

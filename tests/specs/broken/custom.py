@@ -155,7 +155,7 @@ def scratch_without_end(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
-# MK164 spec `` | weight 'w' of shifted needs 32768 | use stage_bytes=32768
+# MK164 `` | weight 'w' of shifted needs 32768 | use stage_bytes=32768
 # mend: (128, HIDDEN) => (1, HIDDEN)
 def a_weight_of_two_stages(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)
