@@ -266,7 +266,7 @@ def test_traced(tmp_path: Path) -> None:
     raw = bench.program.buffers["trace"].numpy()
     timeline = read_timeline(bench.program.manifest, raw)
     ran = [r for a in activities(timeline, 2e3) for r in a.executions if r.phase in ("top2", "blend")]
-    assert len(ran) == 2 * 2 * 3 and all(r.began <= r.waits[0].begin <= r.waits[0].end <= r.end for r in ran)
+    assert len(ran) == 2 * 2 * 3 and all(r.began <= r.waits[0][0] <= r.waits[0][1] <= r.end for r in ran)
     ops = {row.phase: row for row in write_timeline(bench.program.manifest, raw, tmp_path).ops}
     assert ops["blend"].times == 2 and ops["blend"].blocks == 3
 
