@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dsl_tools import findings
 from lower_tools import GPU
 from typer.testing import CliRunner
 
@@ -92,6 +93,8 @@ SCHEDULES: dict[str, Callable[[], Compiled]] = {
     "by the block": lambda: made("rotated", 1, 3, lambda s: s.finish("block")),
     "more blocks than groups": lambda: made("experts", 1, 20),
     "lanes copy": lambda: made("experts", 3, 3, arch="sm_80"),
+    "flags and a finisher": lambda: made("cosine", 1, 3, flags),
+    "one op twice": lambda: made("twice", 3, 2),
 }
 
 
@@ -135,10 +138,11 @@ def test_several_steps_a_launch(name: str) -> None:
     assert program.check()[CHOSEN : CHOSEN + 4] == ids and bits(program.logits).equal(bits(logits))
 
 
-def test_under_the_race_detector() -> None:
-    """Two ops behind each other, one with a barrier of its own."""
-    found = kernels()["experts", 3, 3]
-    check_races(found, steps(found, [(0, 3)]))
+@pytest.mark.parametrize(("name", "tokens"), [("experts", 3), ("rotated", 1)])
+def test_under_the_race_detector(name: str, tokens: int) -> None:
+    """Two ops behind each other, one with a barrier of its own; and one beside a warp that finishes."""
+    found = kernels()[name, tokens, 3]
+    check_races(found, steps(found, [(0, tokens), (17, 1)]))
 
 
 # -- functions that are wrong
@@ -223,6 +227,68 @@ def test_a_meaning_that_is_not_what_was_declared(tmp_path: Path) -> None:
             ReferenceModel(graph, weights_for(found), 64, "fp32").step([1, 2])
 
 
+# -- declarations and headers that are wrong (one of each kind: tests/specs/broken/user_ops.py)
+
+
+def traced(op: mk.CustomOp, **params: Any) -> list[str]:
+    """What tracing finds in a kernel that calls the op on an embedding."""
+
+    @mk.kernel
+    def step(cfg: Any, tokens: int = 1) -> mk.Tensor:
+        x = mk.embed(mk.weight("embed", (64, 64)), mk.input_ids(tokens))
+        return mk.argmax(mk.linear(op(x, **params), mk.weight("head", (64, 64))))
+
+    return [str(found) for found in findings(lambda: step.trace({}))]
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "mend"),
+    [
+        ('asm volatile("");', "has `asm`", "wrappers of mk::ptx"),
+        ("const unsigned i = threadIdx.x;", "has `threadIdx`", "use op.thread()"),
+        ("__syncthreads();", "has `__syncthreads`", "use op.sync()"),
+        ("__shfl_xor_sync(~0u, 1, 2);", "has `__shfl_xor_sync`", "wrappers of mk::ptx"),
+        ("atomicAdd(&total, 1.0f);", "has `atomicAdd`", "one writer"),
+        ("extern __shared__ float area[];", "has `__shared__`", "op.scratch"),
+    ],
+)
+def test_what_runs_on_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str, mend: str) -> None:
+    (tmp_path / "own.cuh").write_text(
+        f"// asm\ntemplate <class Op, class Out>\nMK_DEV void own(const Op& op, const Out& out) {{\n{code}\n}}\n"
+    )
+
+    @mk.custom_op(header=str(tmp_path / "own.cuh"))
+    def own(x: Any) -> Any:
+        return x
+
+    (found,) = traced(own)
+    assert "MK272" in found and f"own.cuh, line 4, {words}" in found and mend in found
+
+
+def test_signatures() -> None:
+    def defaults(x: Any, y: Any = None) -> Any: ...
+    def several(*x: Any) -> Any: ...
+    def taken(x: Any, *, double: int) -> Any: ...
+    def nothing(*, scale: int) -> Any: ...
+    def layer(x: Any) -> Any: ...
+
+    shown = {f: traced(mk.custom_op(header="custom/scale.cuh")(f))[-1] for f in (defaults, several, taken, nothing, layer)}
+    assert all("MK274" in text for text in shown.values())
+    for function in (defaults, several, nothing):
+        assert "name its tensors one by one, without defaults" in shown[function]
+    assert "the name 'double' means something else" in shown[taken] and "the name 'layer' means" in shown[layer]
+
+
+def test_a_header_that_a_compiler_refuses(tmp_path: Path) -> None:
+    """The compiler's own words name the header's line."""
+    folder = spoilt(tmp_path, "fwht.cuh", "float v[kEach];", "floot v[kEach];")
+    line = next(i for i, text in enumerate((folder / "custom" / "fwht.cuh").read_text().splitlines(), 1) if "floot" in text)
+    with pytest.raises(MegadslError, match=rf"MK312(.|\n)*fwht\.cuh:{line}:"):
+        Bench(made("rotated", 1, 2, folder=folder))
+    with pytest.raises(MegadslError, match=rf"MK302(.|\n)*fwht\.cuh\({line}\)"):
+        build_cubin(with_comments("rotated", folder).source, "sm_90a", [include()], {})
+
+
 # -- what else is made of a kernel with custom ops
 
 
@@ -239,6 +305,7 @@ def test_words_of_its_shape() -> None:
     areas = {area.name: area for area in found.plan.areas}
     words = {r.name: (r.type, r.words) for r in found.plan.shape}
     assert words["blend"] == ("mk::CustomShape", (128, areas["blend.scratch"].offset, 16, 0))
+    assert words["blend_gain_elements"] == ("mk::i32", (256,))
     assert words["blend_streams_rows"] == ("mk::RowsShape", (0, 2048, areas["blend.streams.rows"].offset))
     assert areas["blend.streams.rows"].bytes == 3 * 2048 * 2 and areas["top2.scratch"].bytes == 256
     sliced = {r.name: r.words[:2] for r in kernels()["cosine", 3, 3].plan.shape if r.type == "mk::RowsShape"}

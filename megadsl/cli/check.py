@@ -36,8 +36,8 @@ def command(
 
     With --seeds it is also emulated, on 5 blocks unless --blocks says otherwise: each seed is another order of events, some of them
     adversarial, and is repeated exactly by running it again; logits are compared with torch. With --mutants each wait, arrival, barrier,
-    fence, store, count, slot and share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock or a
-    wrong result. Exits with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.
+    fence, store, count, slot and share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock
+    or a wrong result. Exits with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.
     """
     from dataclasses import asdict
 

@@ -27,7 +27,6 @@ from megadsl.lower.programs import instructions
 from megadsl.lower.shape import LOG2_E, begin_name, ident, input_name
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
-from megadsl.ops.custom import weight_elements
 from megadsl.resources import templates
 
 
@@ -183,7 +182,6 @@ def _customs(plan: Plan) -> dict[str, Any]:
         "param_text": _param_text,
         "operand_name": lambda instr: f"in_{ident(instr.args['arg'])}",
         "input_name": input_name,
-        "weight_elements": weight_elements,
     }
 
 

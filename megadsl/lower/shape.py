@@ -15,6 +15,7 @@ from megadsl.lower.memory import Memory, copies_vectors, copy_name, pass_groups
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
+from megadsl.ops.custom import weight_elements
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS = 16
@@ -169,7 +170,10 @@ def _custom(op: Custom, schedule: Schedule, packed: Packed, memory: Memory) -> l
     found = [Record("mk::CustomShape", ident(op.name), (op.call.features, scratch, share.groups, share.share_offset))]
     for arg, ref in op.inputs:
         found.append(Record("mk::RowsShape", input_name(op, arg), (ref.begin, ref.features, memory.offset(input_area(op, arg)))))
-    return [*found, *(_vector(packed, vector_name(op, arg)) for arg, _ in op.weights)]
+    for arg, ref in op.weights:
+        name = vector_name(op, arg)
+        found += [_vector(packed, name), Record("mk::i32", f"{ident(name)}_elements", (weight_elements(ref),))]
+    return found
 
 
 def _pause(how: OpSchedule) -> list[Record]:

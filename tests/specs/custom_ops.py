@@ -85,3 +85,12 @@ def cosine(cfg: Any, tokens: int = 1) -> mk.Tensor:
         a = mk.attention(q, layer.kv_cache(1, 64).append(k, v), heads=cfg.hidden // 64)
         x = x + mk.linear(a, layer.weight("o", (cfg.hidden, cfg.hidden)))
     return mk.argmax(mk.linear(x, mk.weight("head", (cfg.vocab, cfg.hidden))))
+
+
+@mk.kernel
+def twice(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    """No layers; one op called twice, with other parameters, by its own result, and the embedding read by it."""
+    x = mk.embed(mk.weight("embed", (cfg.vocab, cfg.hidden)), mk.input_ids(tokens))
+    a = fwht(x, mk.weight("first", 64), head_dim=64, scale=0.125, name="forward")
+    b = fwht(a, mk.weight("second", 32), head_dim=32, scale=0.25, name="back")
+    return mk.logits(mk.linear(b, mk.weight("head", (cfg.vocab, cfg.hidden))))

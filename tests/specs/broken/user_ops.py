@@ -124,7 +124,7 @@ def an_expression(cfg: Any, tokens: int = 1) -> mk.Tensor:
     for layer in mk.layers(cfg.layers):
         op = mk.custom_op(header=f"{HEADERS}/scale.cuh")(scale)
         h = op(mk.rms_norm(x, layer.weight("norm", HIDDEN), eps=1e-5), factor=2.0)
-        # MK278 `op(` | argument 'x' is 'norm', an expression (map 'norm' (custom.py: | pass what mk.linear, mk.attention, mk.embed
+        # MK278 `op(` | argument 'x' is 'norm', an expression (map 'norm' (user_ops.py: | pass what mk.linear, mk.attention, mk.embed
         # mend: op(mk.rms_norm(x, layer.weight("norm", HIDDEN), eps=1e-5), => op(inner(layer, x),
         x = x + out(layer, h)
     return head(x)
