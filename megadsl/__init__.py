@@ -1,6 +1,7 @@
 """megadsl: a model step written in Python becomes one persistent CUDA kernel. ``import megadsl as mk``."""
 
 from megadsl.diagnostics import MegadslError
+from megadsl.dsl.custom import CustomOp, custom_op
 from megadsl.dsl.functions import argmax, attention, embed, input_ids, kv_cache, layers, linear, logits, map, rms_norm, rope, weight
 from megadsl.dsl.kernel import Kernel, kernel
 from megadsl.dsl.schedule import schedule
@@ -12,6 +13,7 @@ from megadsl.version import __version__
 
 __all__ = [
     "ARCHES",
+    "CustomOp",
     "DType",
     "Flag",
     "KVCache",
@@ -25,6 +27,7 @@ __all__ = [
     "__version__",
     "argmax",
     "attention",
+    "custom_op",
     "embed",
     "input_ids",
     "kernel",

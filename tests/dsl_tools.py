@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megadsl.lower.fuse import fuse
 from megadsl.lower.infer import infer
 
 HIDDEN = 128
+HEADERS = Path(__file__).parent / "specs" / "custom"  # of custom ops
 CFG = SimpleNamespace(hidden=HIDDEN, layers=2, vocab=256)
 
 

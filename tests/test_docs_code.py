@@ -38,7 +38,7 @@ __all__ = ["device"]  # a fixture
 SHOWN = ("diagram", "layout", "output for ")  # begins of titles of text that is neither run nor compared
 PART = "part of "  # and the name of a file
 SECONDS = 240  # that a page may take
-FILE = re.compile(r"[\w-]+\.(py|json|schedule)")
+FILE = re.compile(r"[\w-]+\.(py|json|schedule|cuh)")
 
 TINY = {"hidden": 128, "inter": 192, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 512}
 HERE = f"tokens={TOKENS}, max_kv={MAX_KV}, blocks=2"

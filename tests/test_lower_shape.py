@@ -26,6 +26,7 @@ from megadsl.resources import include
 
 HEADERS = include() / "megadsl"
 UNIT = 16  # bytes: what offsets into arenas count in
+CUSTOM = {"mk::CustomShape", "mk::RowsShape"}  # of ops that no model of ours has: tests/test_custom_ops.py
 TAKEN = ("llama-tiny-odd", 5, 3)  # model, tokens, blocks: sizes that no tile divides, so that fields that change places are noticed
 
 
@@ -58,7 +59,7 @@ def fields(type_: str, name: str, lowering: Lowering | None = None) -> dict[str,
 def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> None:
     shape = state(name).shape
     assert {r.type: len(r.words) for r in shape} == {r.type: 1 if r.type == "mk::i32" else len(structs()[r.type]) for r in shape}
-    assert {r.type for r in shape} - {"mk::i32"} == structs().keys(), "a struct nobody fills, or a header that is not read"
+    assert {r.type for r in shape} - {"mk::i32"} == structs().keys() - CUSTOM, "a struct nobody fills, or a header that is not read"
     assert len({r.name for r in shape}) == len(shape)
     assert all(-(2**31) <= word < 2**31 for r in shape for word in r.words)
 

@@ -44,6 +44,8 @@ HELPERS = {
     "head": "`head(x)` returns the argmax of logits",
     "square": "`square(name)` is a weight of HIDDEN rows and columns",
     "out": "`out(layer, a)` is an output projection",
+    "inner": "`inner(layer, x)` is a linear",
+    "custom_op": "`HEADERS` is a folder of headers, and `scale` a torch function",
     "three": "`three(layer, x)` is one linear that gives queries, keys and values",
 }
 

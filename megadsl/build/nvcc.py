@@ -25,6 +25,8 @@ KEEP_UNKNOWN = declare(
     "give a comma-separated list out of: {known}",
 )
 
+_AGAIN = re.compile(r'^(#line \d+) "kernel\.cu"$', re.MULTILINE)  # the text goes on behind a header of the user's
+
 STAGES = {"plan": "plan.txt", "cu": "kernel.cu", "ptx": "kernel.ptx", "cubin": "kernel.cubin", "sass": "kernel.sass"}
 
 
@@ -87,7 +89,8 @@ def _compile(command: list[str], source: str, entry: Path) -> None:
     home = entry.parent.parent / entry.name / STAGES["cu"]
     scratch = entry.parent
     (entry / STAGES["cu"]).write_text(source)
-    (scratch / STAGES["cu"]).write_text(f'#line 1 "{_c_string(home)}"\n{source}')
+    behind_headers = _AGAIN.sub(lambda found: f'{found[1]} "{_c_string(home)}"', source)
+    (scratch / STAGES["cu"]).write_text(f'#line 1 "{_c_string(home)}"\n{behind_headers}')
     command = [*command, "--keep", "--keep-dir", ".", STAGES["cu"], "-o", STAGES["cubin"]]
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
     log = (done.stdout + done.stderr).replace(str(home), STAGES["cu"])

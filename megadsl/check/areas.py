@@ -1,16 +1,16 @@
 """What each call does to a block's shared memory: which bytes, in which order, between which of the block's barriers.
 
 One stream of :class:`Access` and :class:`Meet` for one block and layer after layer: the contract of the functions in
-templates/include/megadsl/ (linear.h, direct.h, wide.h, prologue.h, attention.h, heads.h, merge.h, finish.h, sample.h, embed.h, exchange.h,
-block.h). A test counts their barriers against Instr.syncs.
+templates/include/megadsl/ (linear.h, direct.h, wide.h, prologue.h, attention.h, heads.h, merge.h, finish.h, sample.h, embed.h, custom.h,
+exchange.h, block.h). A test counts their barriers against Instr.syncs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
+from megadsl.check.accesses import Access, Event, Meet, mapped, reading, some_rows
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.plan import Exchange, Instr
@@ -18,9 +18,8 @@ from megadsl.ir.schedule import STAGED
 from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
 from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
-from megadsl.lower.operands import prologue_values, vectors
+from megadsl.lower.operands import input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.shape import ident
-from megadsl.lower.tiling import PANEL
 from megadsl.types import ceil_div
 
 WARP_THREADS = 32
@@ -32,33 +31,6 @@ FIRST, FINISHER = "first", "finisher"
 KEY_ROWS = 8  # that lie side by side in each panel, as QUERY_ROWS do: key_offset, query_offset
 REGISTERS = 1 << 33  # where a linear's input lies in those of its warps: it is no shared memory either
 CONTROL = 1 << 32  # the control block's place among the bytes of an Access: it is no shared memory
-
-
-@dataclass(frozen=True)
-class Access:
-    """Bytes [begin, begin + size) of ``area``. ``own``: each thread touches only what it wrote itself before. ``holds`` tells what is
-    written from anything else that these bytes may hold, and what a read needs to find there. ``solo`` names the one warp that does it,
-    and meets itself before the next; "" where several do."""
-
-    area: str
-    begin: int
-    size: int
-    write: bool
-    step: Step
-    holds: tuple[object, ...]
-    own: bool = False
-    solo: str = ""
-
-
-@dataclass(frozen=True)
-class Meet:
-    """The block's barrier: everything before it is over. ``team``: of the warps that multiply, while another one finishes."""
-
-    name: str
-    team: bool = False
-
-
-Event: TypeAlias = Access | Meet
 
 
 class Stream:
@@ -223,14 +195,14 @@ class Stream:
         yield from self._meet(step.instr, "partials")
         yield from (replace(self._scalars(step, i, False), solo=self._one(False)) for i in scaled)
         if own:
-            yield replace(_reading(partials), solo=self._one(4 * self.device.tokens * self.device.plan.tunables.batch <= WARP_THREADS))
+            yield replace(reading(partials), solo=self._one(4 * self.device.tokens * self.device.plan.tunables.batch <= WARP_THREADS))
         if own and m.chunks > 1:
             size = 8 * self.device.tokens * 4
             begin = self.words[7] + first * size
             size *= min(self.device.plan.tunables.batch, m.pass_groups - first)
             sums = Access("sums", begin, size, True, step, (step.instr.op, step.when, "sums", first), own=True, solo=self._one(False))
             if chunk % m.chunks:
-                yield _reading(sums)
+                yield reading(sums)
             if chunk % m.chunks + 1 < m.chunks:
                 yield sums
 
@@ -336,17 +308,17 @@ class Stream:
             elif device.op(instr.op).maps:
                 yield from self._map_heads(step, gathered)
                 yield from self._meet(instr, "mapped")
-                inputs, fresh = [_mapped(a) for a in inputs], [_mapped(a) for a in fresh]
+                inputs, fresh = [mapped(a) for a in inputs], [mapped(a) for a in fresh]
             for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
                 if turn:
                     yield from self._meet(instr, "next")
-                yield from (_reading(a) for a in inputs)
+                yield from (reading(a) for a in inputs)
                 left = replace(scratch, holds=(*scratch.holds, turn))
                 yield left
                 yield from self._meet(instr, "parts")
-                yield _reading(left)
+                yield reading(left)
             yield from self._meet(instr, "published")
-            yield from (replace(_reading(a), own=False) for a in fresh)
+            yield from (replace(reading(a), own=False) for a in fresh)
         if not units:
             yield from self._meet(instr, "idle")
         yield from self._meet(instr, "merge")
@@ -356,8 +328,8 @@ class Stream:
         if self.device.op(step.instr.op).rope is not None:
             yield self._angles(step, False)
         for area in gathered:
-            yield _reading(area)
-            yield replace(_mapped(area), own=True)
+            yield reading(area)
+            yield replace(mapped(area), own=True)
 
     def _unit_writes(self, step: Step, unit: int, inputs: list[Access]) -> Iterator[Access]:
         """What of a unit's areas is written: rows that exist, of values whole chunks. All of it is read."""
@@ -369,13 +341,13 @@ class Stream:
         for area in inputs:
             if area.area.endswith(".fresh"):
                 half = area.size // 2
-                keys = _rows(area, range(self.device.tokens), op.head_dim, KEY_ROWS)
+                keys = some_rows(area, range(self.device.tokens), op.head_dim, KEY_ROWS)
                 values = replace(area, begin=area.begin + half, size=half)
                 yield from (replace(a, solo=FIRST if all_of_it else "") for a in (*keys, values))
             else:
                 alone = queries if rows <= QUERY_ROWS else 0
-                yield from (replace(a, solo=FIRST) for a in _rows(area, range(alone), op.head_dim, QUERY_ROWS))
-                yield from _rows(area, range(alone, rows), op.head_dim, QUERY_ROWS)
+                yield from (replace(a, solo=FIRST) for a in some_rows(area, range(alone), op.head_dim, QUERY_ROWS))
+                yield from some_rows(area, range(alone, rows), op.head_dim, QUERY_ROWS)
 
     def _first_warp_gathers(self, step: Step, unit: int) -> tuple[int, bool]:
         """Of how many of the unit's query rows no other warp has a vector to poll, and whether that is so of all that it gathers.
@@ -428,7 +400,26 @@ class Stream:
         if cluster is not None and groups:
             size = self.device.heads(op).splits * groups * self.device.tokens * PART_BYTES
             received = Access(f"{op}.received", cluster.received, size, True, step, ("received", op, step.when), own=True)
-            yield from (received, _reading(received))
+            yield from (received, reading(received))
+
+    def _custom(self, step: Step) -> Iterator[Event]:
+        op = self.device.op(step.instr.op)
+        yield from self._meet(step.instr, "input")
+        inputs = {arg: self._rows(step, arg) for arg, _ in op.inputs}
+        yield from (inputs[str(inner.args["arg"])] for inner in step.instr.body if inner.call == "gather")
+        yield from self._meet(step.instr, "gathered")
+        yield from (reading(a) for a in inputs.values())
+        _, scratch, groups, offset = self.device.records[ident(op.name)]
+        if op.call.scratch:
+            yield Access(scratch_area(op), scratch, op.call.scratch, True, step, ("scratch", op.name, step.when))
+        yield from self._staged(step, self._out(step), self.owned(groups, offset), True)
+        yield from self._meet(step.instr, "computed")
+
+    def _rows(self, step: Step, arg: str) -> Access:
+        """An input of a custom op, as it is gathered."""
+        _, features, at = self.device.rows(step.instr.op, arg)
+        size = ceil_div(features, 8) * UNIT_BYTES * self.device.tokens
+        return Access(input_area(self.device.op(step.instr.op), arg), at, size, True, step, self._gathered(step, arg))
 
     def _argmax(self, step: Step) -> Iterator[Event]:
         threads, op = self.device.warps * WARP_THREADS, step.instr.op
@@ -440,9 +431,9 @@ class Stream:
         tokens = Access("control.next_ids", CONTROL, self.device.tokens * 4, True, step, ("tokens",), solo=self._one(True))
         yield candidates
         yield from self._meet(step.instr, "candidates")
-        yield from (_reading(candidates), winners)
+        yield from (reading(candidates), winners)
         yield from self._meet(step.instr, "winners")
-        yield _reading(winners)
+        yield reading(winners)
         if step.turn + 1 < self.turns:
             if self.device.plan.tunables.rope_dim:
                 yield self._angles(step, True)
@@ -452,32 +443,12 @@ class Stream:
         elif self.block == 0:
             yield choice
             yield from self._meet(step.instr, "choice")
-            yield _reading(choice)
+            yield reading(choice)
             yield tokens
-            yield _reading(tokens)  # finish_step() hands them to the next launch
+            yield reading(tokens)  # finish_step() hands them to the next launch
 
 
 def _shown(batches: int) -> list[int]:
     """Batches of a pass that stand for all: of many the first and the last ones, an even number left out between them."""
     skipped = max(0, batches - MOST_PASSES) // 2 * 2
     return [i for i in range(batches) if not 3 <= i < 3 + skipped]
-
-
-def _rows(area: Access, rows: range, columns: int, height: int) -> Iterator[Access]:
-    """The bytes of some rows, where ``height`` of them lie side by side panel by panel; they begin with the first, or are within
-    ``height``."""
-    line, panels = PANEL * 2, ceil_div(columns, PANEL)
-    whole, rest = (0, rows) if rows.start else (len(rows) // height, range(len(rows) % height))
-    if whole:
-        yield replace(area, size=whole * height * panels * line)
-    for panel in range(panels if rest else 0):
-        begin = area.begin + ((whole * panels + panel) * height + rest.start) * line
-        yield replace(area, begin=begin, size=len(rest) * line)
-
-
-def _mapped(gathered: Access) -> Access:
-    return replace(gathered, holds=(*gathered.holds, "mapped"))
-
-
-def _reading(a: Access) -> Access:
-    return replace(a, write=False)

@@ -336,6 +336,11 @@ class Player:
         self.clocks.poll(step, instr, str(instr.args["parts"]), step.round(), self._cached(instr, polls.merge))
         self._barrier(instr, "end")
 
+    def _custom(self, step: Step) -> None:
+        self._barrier(step.instr, "input")
+        self._gather(step, self._cached(step.instr, polls.custom))
+        self._barrier(step.instr, "gathered", "computed")
+
     def _argmax(self, step: Step) -> None:
         instr, clocks = step.instr, self.clocks
         block0 = np.zeros(clocks.device.blocks, dtype=np.bool_)

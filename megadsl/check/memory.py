@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megadsl.check.areas import CONTROL, FINISHER, Access, Meet, Stream
+from megadsl.check.accesses import Access, Meet
+from megadsl.check.areas import CONTROL, FINISHER, Stream
 from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare

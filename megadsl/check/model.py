@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megadsl.ir.graph import Attention, Linear
+from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
-from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.shape import CHUNK_ROWS, ident, input_name
 from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
@@ -163,6 +163,14 @@ class Device:
         """How many blocks, the first ones, share out the features of an op's value."""
         return self.blocks if self.cluster(op) is None else self.heads(op).units
 
+    def rows(self, op: str, arg: str) -> tuple[int, int, int]:
+        """The words of mk::RowsShape: first feature and features of a custom op's input, and where its rows lie."""
+        begin, features, at = self.records[input_name(self.op(op), arg)]
+        return begin, features, at
+
+    def customs(self) -> list[Custom]:
+        return [o for o in self.plan.graph.ops if isinstance(o, Custom)]
+
     def parts(self, op: str) -> list[list[tuple[int, int, int]]]:
         """Per block, the parts of an op's columns that it multiplies: (part, first row group, last)."""
         if op not in self._parts:
@@ -236,5 +244,5 @@ def evaluate(expression: str, names: dict[str, int]) -> int:
 
 
 def prologue_gathers(matrix: Instr) -> list[Instr]:
-    """The gathers nested in a linear's instruction."""
+    """The gathers nested in a linear's instruction, or in a custom op's."""
     return [i for i in matrix.body if i.call == "gather"]

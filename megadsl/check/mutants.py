@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megadsl.check.areas import FINISHER, Access, Meet, Stream
+from megadsl.check.accesses import Access, Meet
+from megadsl.check.areas import FINISHER, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
 from megadsl.check.memory import LAYERS, TURNS, block_kinds
@@ -319,6 +320,8 @@ def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
         "mk::AttentionShape": {"KV heads": 3, "splits": 4, "rows": 12},
         "mk::MergeShape": {"groups": 0, "share": 1},
         "mk::ClusterShape": {"place of the parts": 0, "place of their barrier": 1, "groups of a block": 2},
+        "mk::CustomShape": {"groups": 2, "share": 3},
+        "mk::RowsShape": {"features": 1},
     }
     for record in plan.shape:
         for what, index in words.get(record.type, {}).items():

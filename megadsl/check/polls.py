@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megadsl.check.model import Bools, Device, attention_unit, prologue_gathers
-from megadsl.ir.plan import Instr
+from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_owner
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
@@ -23,11 +23,27 @@ def gather(device: Device, instr: Instr, parts: list[int | None]) -> Bools:
     for block, part in enumerate(parts):
         if part is not None:
             polled[block, owners[part]] = True
-    # Blocks that own nothing are asked too; with more groups there are none, and what lies densely has no place for them.
+    return _with_idle(device, e, instr, polled)
+
+
+def _with_idle(device: Device, e: Exchange, instr: Instr, polled: Bools) -> Bools:
+    """A gather of a whole value asks those too that own nothing of it: with more groups there are none, and what lies densely has no place
+    for them."""
     silent = not e.dense and (e.wire == "Tagged" or e.groups < device.blocks)
     if instr.args["whole"] and silent:
         polled[:, :] = True
     return polled
+
+
+def custom(device: Device, instr: Instr) -> list[tuple[Instr, Bools]]:
+    """mk::gather_rows, of each input of a custom op: all owners of its features, the same for every block."""
+    found = []
+    for inner in prologue_gathers(instr):
+        e = device.exchanges[str(inner.args["value"])]
+        polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
+        polled[:, device.owners(e, *device.rows(instr.op, str(inner.args["arg"]))[:2])] = True
+        found.append((inner, _with_idle(device, e, inner, polled)))
+    return found
 
 
 def gather_kept(device: Device, instr: Instr) -> Bools:

@@ -183,12 +183,7 @@ class Block:
                 case "acquire_rows":
                     yield Gate(ROWS, step.turn, step)
                 case "matrix":
-                    ring = str(step.instr.args["ring"])
-                    yield from self._vectors(step)
-                    yield from (Release(ring, step) for _ in range(self.kept(op)))
-                    at_once = 1 if self.device.direct(op) else TILES_AT_ONCE
-                    for run in self.tiles(op, loader=False)[self.held_runs(op) :]:
-                        yield Take(ring, Fill((op, layer, run), self.stages(op, run[1], loader=False), step), at_once)
+                    yield from self._products(step)
                 case "copy_vector" | "hold_vector" as call:
                     fill = Fill((f"{op}.{step.instr.args['arg']}", layer), 1, step)
                     yield Take(str(step.instr.args["ring"]), fill, 1, keep=call == "hold_vector")
@@ -200,6 +195,17 @@ class Block:
                 case "attention":
                     ring = str(step.instr.args["ring"])
                     yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring, step.turn))
+                case "custom":
+                    yield from self._vectors(step)
+
+    def _products(self, step: Step) -> Iterator[Action]:
+        op = step.instr.op
+        ring = str(step.instr.args["ring"])
+        yield from self._vectors(step)
+        yield from (Release(ring, step) for _ in range(self.kept(op)))
+        at_once = 1 if self.device.direct(op) else TILES_AT_ONCE
+        for run in self.tiles(op, loader=False)[self.held_runs(op) :]:
+            yield Take(ring, Fill((op, step.when, run), self.stages(op, run[1], loader=False), step), at_once)
 
     def _vectors(self, step: Step) -> Iterator[Action]:
         for inner in step.instr.body:

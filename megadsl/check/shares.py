@@ -10,7 +10,7 @@ from itertools import pairwise
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
-from megadsl.ir.graph import Attention, Linear
+from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import ASYNC, PART_BYTES, row_vectors, vectors_for
@@ -49,6 +49,8 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
             _parts(device, step.instr, findings)
     for attention in device.ops[1]:
         _attention(device, attention, findings)
+    for custom in device.customs():
+        _custom(device, custom, findings)
     for e in device.plan.exchanges:
         if e.wire != ASYNC:
             _exchange(device, e, findings)
@@ -126,6 +128,17 @@ def _attention(device: Device, op: Attention, findings: Findings) -> None:
     _split(device, op.name, "merged groups", heads.merge_groups, heads.merge_offset, findings, device.sharers(op.name))
     sent = rows * row_vectors(op.head_dim) if parts.wire != ASYNC else rows * op.head_dim // GROUP_ROWS * PART_BYTES // 16
     _room(op.name, parts, sent, findings)
+
+
+def _custom(device: Device, op: Custom, findings: Findings) -> None:
+    """What its function is given are the features that its spec names; what blocks own of its outputs is everything."""
+    features, _, groups, offset = device.records[ident(op.name)]
+    mine = [features, *(device.rows(op.name, arg)[:2] for arg, _ in op.inputs)]
+    theirs = [op.call.features, *((ref.begin, ref.features) for _, ref in op.inputs)]
+    if mine != theirs or groups * GROUP_ROWS != features:
+        sides = [("kernel", [f"{mine}, {groups} groups"]), ("spec", [str(theirs)])]
+        findings.add(COVER, op.span, sides, op=op.name, what="rows", wrong=f"features (of outputs, of each input) are {mine}, not {theirs}")
+    _split(device, op.name, "groups", groups, offset, findings)
 
 
 def _room(op: str, e: Exchange, need: int, findings: Findings) -> None:

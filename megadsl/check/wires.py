@@ -22,7 +22,7 @@ from megadsl.check.model import Device, Step
 from megadsl.check.payloads import carried_by_sentinel
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
-from megadsl.ir.graph import Embed
+from megadsl.ir.graph import Custom, Embed
 from megadsl.ir.plan import FIRST_EPOCH, Exchange, Instr
 from megadsl.lower.exchanges import ASYNC
 from megadsl.types import Level
@@ -106,10 +106,12 @@ def _release(device: Device, step: Step, findings: Findings) -> None:
 
 
 def _raw(device: Device, step: Step, findings: Findings) -> None:
-    """Bits that are sent as they lie in a table are looked at for the empty value; conversions never make it (ptx::to_bf16)."""
+    """Bits that are sent as they lie in a table, or where a user's function may have left them, are looked at for the empty value;
+    conversions never make it (ptx::to_bf16)."""
     instr = step.instr
     op = device.op(instr.op)
-    if instr.call != "publish" or instr.args["raw"] or not isinstance(op, Embed) or op.expr is not None:
+    as_it_lies = isinstance(op, Custom) or (isinstance(op, Embed) and op.expr is None)
+    if instr.call != "publish" or instr.args["raw"] or not as_it_lies:
         return
     e = device.exchanges[str(instr.args["value"])]
     if e.wire == "Sentinel":

@@ -35,9 +35,9 @@ def command(
     """Prove that the kernel of MODEL synchronises rightly, without a GPU and without compiling it.
 
     With --seeds it is also emulated, on 5 blocks unless --blocks says otherwise: each seed is another order of events, some of them
-    adversarial, and is repeated exactly by running it again. With --mutants each wait, arrival, barrier, fence, store, count, slot and
-    share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock or a wrong result. Exits
-    with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.
+    adversarial, and is repeated exactly by running it again; logits are compared with torch. With --mutants each wait, arrival, barrier,
+    fence, store, count, slot and share is spoilt, one at a time: the checker must refuse the plan, or a schedule show a race, a deadlock
+    or a wrong result. Exits with 1 when anything does not hold, or a mutant goes unnoticed and nobody has said why it may.
     """
     from dataclasses import asdict
 
@@ -55,7 +55,7 @@ def command(
         judged.add_plan(compiled.plan, machine(arch), quiet=as_json)
     if seeds and not report.findings:
         few = compile_model(model, **shared, blocks=blocks or EMULATED_BLOCKS)
-        schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json)
+        schedules = _explored(few.manifest, few.source, seeds, processes, quiet=as_json) or _against_torch(few)
         if mutants and not schedules:
             more = compile_model(model, **shared, blocks=few.schedule.blocks + MORE_BLOCKS)
             judged.add_kernel(few, more, range(1, seeds + 1), processes, quiet=as_json)
@@ -75,6 +75,14 @@ def command(
             typer.echo(line)
     if report.findings or schedules or judged.survivors:
         raise typer.Exit(1)
+
+
+def _against_torch(few: Any) -> list[dict[str, object]]:
+    """Whether the logits, the same in all schedules, are what the graph means; as a finding of the round robin."""
+    from megadsl.runtime.meant import wrong_logits
+
+    wrong = wrong_logits(few.graph, few.manifest, few.source)
+    return [{"seed": 0, "policy": "even", "kind": "WrongResult", "text": wrong}] if wrong else []
 
 
 def _explored(manifest: dict[str, Any], source: str, seeds: int, processes: int, *, quiet: bool) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
@@ -57,7 +57,7 @@ _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
         "residual(...)",
         "linears that add to their rows",
     ),
-    "pause": (lambda op: not isinstance(op, Embed), "input to poll", "poll(...)", "linears and attention"),
+    "pause": (lambda op: not isinstance(op, Embed | Custom), "input to poll", "poll(...)", "linears and attention"),
     "publish": (
         lambda op: not isinstance(op, Embed) and op.out is not None,
         "results of its own to send",

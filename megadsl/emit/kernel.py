@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -10,8 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.bccache import Bucket, BytecodeCache
 
 from megadsl.expr import decimal, to_cuda, to_text
+from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Embed, Fused, Linear, Op, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, Plan, Verb
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
@@ -22,7 +24,7 @@ from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name
 from megadsl.lower.programs import instructions
-from megadsl.lower.shape import LOG2_E, begin_name, ident
+from megadsl.lower.shape import LOG2_E, begin_name, ident, input_name
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
@@ -52,6 +54,8 @@ class _Translated(BytecodeCache):
 
 
 _TRANSLATED = _Translated()
+_HERE = "#line @"  # becomes the number of the line behind it: what follows a user's header is kernel.cu again
+_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 _COPIES = {"bulk": "BulkCopies", "lanes": "LaneCopies"}  # copies.h
 
 
@@ -66,7 +70,8 @@ def emit(plan: Plan) -> str:
     )
     environment.globals.update(_helpers(plan))
     text = environment.get_template("kernel.cu.j2").render()
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    lines = (line.rstrip() for line in text.splitlines())
+    return "\n".join(f'#line {i + 1} "kernel.cu"' if line == _HERE else line for i, line in enumerate(lines, 1)) + "\n"
 
 
 def _wire(plan: Plan, value: str, wire: str) -> str:
@@ -105,6 +110,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         **_wires(plan),
         **_steps(plan),
         **_attentions(plan),
+        **_customs(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -163,6 +169,28 @@ def _attentions(plan: Plan) -> dict[str, Any]:
         "head_cuda": _head_cuda,
         "paired": lambda op: op.rope.paired if op.rope is not None else 0,
     }
+
+
+def _customs(plan: Plan) -> dict[str, Any]:
+    """How custom ops are called, and the headers that they bring, each once."""
+    customs = [op for op in plan.graph.ops if isinstance(op, Custom)]
+    return {
+        "customs": customs,
+        "headers": list(dict.fromkeys(op.call.header for op in customs)),
+        "header_text": lambda header: _PRAGMA.sub("", header.text).rstrip(),
+        "here": _HERE.removeprefix("#line "),
+        "call_type": lambda op: f"{_camel(op.name)}Call",
+        "param_type": lambda value: "bool" if isinstance(value, bool) else "float" if isinstance(value, float) else "mk::i32",
+        "param_text": _param_text,
+        "operand_name": lambda instr: f"in_{ident(instr.args['arg'])}",
+        "input_name": input_name,
+    }
+
+
+def _param_text(value: Param) -> str:
+    if isinstance(value, bool):
+        return _bool(value)
+    return f"{decimal(value)}f" if isinstance(value, float) else str(value)
 
 
 def _steps(plan: Plan) -> dict[str, Any]:

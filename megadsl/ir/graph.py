@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Expr
 from megadsl.source import Span
 from megadsl.types import round_up
@@ -212,7 +213,21 @@ class Attention:
         return tuple((which, fused) for which, fused in (("q", self.q_map), ("k", self.k_map)) if fused is not None)
 
 
-Op: TypeAlias = Embed | Linear | Attention
+@dataclass(frozen=True)
+class Custom:
+    """out = what the user's role function makes of ``inputs``, whole rows of values, and of ``weights``, each by the name of its argument.
+    Every block has all rows of the inputs and computes the features that it owns."""
+
+    name: str
+    call: CustomCall
+    inputs: tuple[tuple[str, ValueRef], ...]
+    weights: tuple[tuple[str, WeightRef], ...]
+    out: str
+    loop: str | None
+    span: Span
+
+
+Op: TypeAlias = Embed | Linear | Attention | Custom
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """One op as written. ``op`` is a key of the ops registry: embed, linear, map, head_map, rope, kv_append, attention, argmax.
+    """One op as written. ``op`` is a key of the ops registry: embed, linear, map, head_map, rope, kv_append,
+    attention, argmax, custom.
 
     ``inputs`` and ``outputs`` are tensor names; ``loop`` is the loop's name or None.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.expr import arg_names, reductions, varies
-from megadsl.ir.graph import Attention, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Custom, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
 
 
 class InternalError(AssertionError):
@@ -28,6 +28,8 @@ def reads(op: Op) -> tuple[ValueRef, ...]:
             return ()
         case Attention():
             return (op.q, op.k, op.v)
+        case Custom():
+            return tuple(ref for _, ref in op.inputs)
         case Linear():
             own = {p.name for p in op.parts}
             refs = [*op.prologue.args, *(op.epilogue.args if op.epilogue else ())]
@@ -79,11 +81,7 @@ def _order(graph: Graph) -> Iterator[str]:
 
 def _op(op: Op, graph: Graph) -> Iterator[str]:
     features = {v.name: v.features for v in graph.values}
-    for ref in reads(op):
-        if ref.value not in features:
-            yield f"reads unknown value {ref.value!r}"
-        elif ref.begin < 0 or ref.begin + ref.features > features[ref.value]:
-            yield f"reads features [{ref.begin}, {ref.begin + ref.features}) of {ref.value!r}, which has {features[ref.value]}"
+    yield from _reads(op, features)
     out = features.get(op.out) if op.out is not None else None
     if op.out is not None and out is None:
         yield f"writes unknown value {op.out!r}"
@@ -97,6 +95,23 @@ def _op(op: Op, graph: Graph) -> Iterator[str]:
             yield from _linear(op, out)
         case Attention():
             yield from _attention(op, out)
+        case Custom():
+            yield from _custom(op, out)
+
+
+def _custom(op: Custom, out: int | None) -> Iterator[str]:
+    if out is not None and out != op.call.features:
+        yield f"gives {op.call.features} features into a value of {out}"
+    if sorted(name for name, _ in (*op.inputs, *op.weights)) != sorted(op.call.args):
+        yield "binds other names than its function takes"
+
+
+def _reads(op: Op, features: dict[str, int]) -> Iterator[str]:
+    for ref in reads(op):
+        if ref.value not in features:
+            yield f"reads unknown value {ref.value!r}"
+        elif ref.begin < 0 or ref.begin + ref.features > features[ref.value]:
+            yield f"reads features [{ref.begin}, {ref.begin + ref.features}) of {ref.value!r}, which has {features[ref.value]}"
 
 
 def _linear(op: Linear, out: int | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import Arg
-from megadsl.ir.graph import Attention, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Custom, Graph, Linear, Op
 from megadsl.ir.schedule import REGISTERS, SHARED, Schedule, Sentinel
 from megadsl.lower.exchanges import sharing
 from megadsl.lower.gathers import FEW_TOKENS, wide_registers
@@ -68,6 +68,8 @@ def why_shared(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | No
             return _why_linear(op, graph, schedule)
         case Attention():
             return _why_attention(op, graph, schedule)
+        case Custom():
+            return "its function reads rows in shared memory", 'use .gather("shared")'
         case _:
             return "it gathers nothing", "use it for linears and attention"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from megadsl.ir.graph import Attention, Embed, Linear, Op, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.columns import largest_share, share_begin, share_owner
+from megadsl.lower.custom import loads
 from megadsl.lower.exchanges import is_local, sharing
 from megadsl.lower.memory import block_parts, chunk_pieces, own_groups, own_part_groups, pass_groups
 from megadsl.lower.operands import prologue_values
@@ -52,7 +53,7 @@ def _op(plan: Plan, op: Op) -> list[str]:
     graph, how = plan.graph, plan.schedule.op(op.name)
     spent = cost(op, graph.tokens, 0)
     times = runs(graph, op)
-    loaded = not isinstance(op, Embed)
+    loaded = loads(op)
     return [
         op.name,
         op.span.short,
@@ -76,6 +77,8 @@ def _tiles(op: Op, how: OpSchedule) -> str:
             return f"{tiles.groups * tiles.pieces:,} x {GROUP_ROWS}x{tiles.tile_columns}"
         case Attention():
             return f"{op.kv_heads * how.splits:,} units: {op.kv_heads} KV heads x {how.splits} splits"
+        case Custom():
+            return f"{op.call.function} of {op.call.header.name}"
 
 
 def _placement(how: OpSchedule) -> str:
@@ -92,10 +95,10 @@ def _share(plan: Plan, op: Op, how: OpSchedule) -> str:
     """The most that one block owns, of the whole."""
     blocks = plan.schedule.blocks
     match op:
-        case Embed():
+        case Embed() | Custom():
             e = plan.exchange(op.out)
             most = largest_share(e.groups, blocks, e.share_offset) * GROUP_ROWS
-            return f"{most} of {op.table.shape[1]:,} features"
+            return f"{most} of {plan.graph.value(op.out).features:,} features"
         case Linear():
             first = how.part_offset if how.ways > 1 else how.share_offset
             offset = f", from block {first}" if first else ""
@@ -147,6 +150,8 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
             items = share.most * graph.tokens
             return items * schedule.op(op.name).splits * MERGE_VECTORS
         return _unit(plan, e, op)
+    if isinstance(op, Custom):
+        return sum(_rows(plan, e, ref) for _, ref in op.inputs if ref.value == e.name)
     if not isinstance(op, Linear):
         return 0
     if e.name == f"{op.name}.parts":
@@ -170,13 +175,18 @@ def _whole(plan: Plan, e: Exchange) -> int:
     return e.groups * plan.graph.tokens + asked
 
 
+def _rows(plan: Plan, e: Exchange, ref: ValueRef) -> int:
+    """An operand whose features are gathered at once."""
+    whole = ref.features == plan.graph.value(ref.value).features
+    return _whole(plan, e) if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)
+
+
 def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     """A prologue's operand: at once, or those parts of its columns that a block multiplies, each at once or in chunks that
     every pass of row groups gathers anew."""
     tiles, chunk, ways = tiling(op), chunk_pieces(op, plan.graph, plan.schedule), plan.schedule.op(op.name).ways
     if chunk == tiles.pieces:
-        whole = ref.features == plan.graph.value(ref.value).features
-        return _whole(plan, e) if whole else _spanned(plan, e, ref.begin, ref.begin + ref.features)
+        return _rows(plan, e, ref)
     width, pieces = chunk * tiles.tile_columns, tiles.pieces // ways
     once = []
     for part in range(ways):

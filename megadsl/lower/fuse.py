@@ -6,8 +6,9 @@ import re
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.naming import stem, unique
+from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Arg, Expr, arg_names, substitute
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Part, Rope, Value, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, Value, ValueRef, WeightRef
 from megadsl.ir.spec import Carried, Node, Spec, Tensor
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.compose import Composition, Stacked, compose
@@ -16,7 +17,7 @@ from megadsl.types import Lifetime
 MAP_INTO_ATTENTION = declare(
     "MK190",
     "attention {name!r}: {which} is computed by {source}, but it has to be rows of a linear",
-    "feed attention from mk.linear, rotated by mk.rope or not",
+    "feed attention from mk.linear, rotated by mk.rope or not, or from a custom op",
 )
 ROPE_INPUT = declare(
     "MK191", "rope: {tensor!r} is computed by {source}, but rope rotates rows of a linear", "rotate what mk.linear returns"
@@ -76,6 +77,11 @@ HEADS_DIFFER = declare(
     "MK232",
     "attention {name!r}: {which} is mapped over heads of {found} features, the cache has heads of {head_dim}",
     "use the cache's head_dim={head_dim} in the map",
+)
+NOT_A_VALUE = declare(
+    "MK278",
+    "custom op {name!r}: argument {arg!r} is {tensor!r}, an expression ({node}); blocks have whole values alone",
+    "write the expression into the op's function, or pass what mk.linear, mk.attention, mk.embed or a custom op returns",
 )
 CACHE_SHARED = declare("MK199", "cache {cache!r} is read by {count} attentions", "declare one cache for each attention")
 
@@ -225,7 +231,7 @@ class _Fuser:
             taken.add(variable)
             self.entering[c.body_in] = variable
         for node in self.spec.nodes:
-            if node.op in ("embed", "linear", "attention"):
+            if node.op in ("embed", "linear", "attention", "custom"):
                 names.setdefault(node.name, node.name)
         return names
 
@@ -240,7 +246,7 @@ class _Fuser:
             self._not_carried(c, when, f"{tensor!r}, which is computed on the other side of the loop's begin")
             return None
         if len(node.outputs) > 1 and atom in node.outputs:
-            self._not_carried(c, when, f"one of several outputs of linear {node.name!r}")
+            self._not_carried(c, when, f"one of several outputs of {node.op} {node.name!r}")
             return None
         return node
 
@@ -258,6 +264,8 @@ class _Fuser:
                 return self._linear(node)
             case "attention":
                 return self._attention(node)
+            case "custom":
+                return self._custom(node)
             case _:
                 return None
 
@@ -362,7 +370,7 @@ class _Fuser:
         before = len(self.found.found)
         for which, tensor in rows.items():
             rows_of = self._unrotated(tensor) if which == "v" else self._base(tensor)
-            if self._rows(rows_of) is None:
+            if self._rows(rows_of) is None and not self._is_custom(rows_of):
                 self.found.add(MAP_INTO_ATTENTION, node.span, name=node.name, which=which, source=self._source(tensor))
         kv_heads, head_dim = self.spec.tensors[node.inputs[1]].shape
         ropes = {which: self.ropes.get(tensor) for which, tensor in rows.items()}
@@ -397,6 +405,28 @@ class _Fuser:
             softcap=node.attrs.get("softcap"),
         )
 
+    def _is_custom(self, tensor: str) -> bool:
+        """Whether ``tensor`` is what a custom op gives."""
+        node = self.made.owner.get(tensor)
+        return node is not None and node.op == "custom"
+
+    def _custom(self, node: Node) -> Custom:
+        """Its arguments by what they are; a finding for each that is an expression."""
+        call: CustomCall = node.attrs["call"]
+        values: list[tuple[str, ValueRef]] = []
+        weights: list[tuple[str, WeightRef]] = []
+        for arg, tensor in zip(call.args, node.inputs, strict=True):
+            expr = self.made.exprs[tensor]
+            if not isinstance(expr, Arg):
+                self.found.add(NOT_A_VALUE, node.span, name=node.name, arg=arg, tensor=tensor, node=self._source(tensor))
+                continue
+            ref = self._operand(expr.name, node)
+            if isinstance(ref, WeightRef):
+                weights.append((arg, ref))
+            else:
+                values.append((arg, ref))
+        return Custom(node.name, call, tuple(values), tuple(weights), self.values[node.name], node.loop, node.span)
+
     def _head_map(self, node: Node | None) -> Fused | None:
         if node is None:
             return None
@@ -415,14 +445,22 @@ class _Fuser:
         for op in ops:
             if op.out is None:
                 continue
-            features = op.table.shape[1] if isinstance(op, Embed) else self._features(op)
+            features = self._features(op)
             first = found.get(op.out)
             initial = first.producer if first else None
             found[op.out] = Value(op.out, features, op.name, initial, first.span if first else op.span)
         return list(found.values())
 
-    def _features(self, op: Linear | Attention) -> int:
-        return op.out_features if isinstance(op, Linear) else op.heads * op.head_dim
+    def _features(self, op: Op) -> int:
+        match op:
+            case Embed():
+                return op.table.shape[1]
+            case Linear():
+                return op.out_features
+            case Attention():
+                return op.heads * op.head_dim
+            case Custom():
+                return op.call.features
 
 
 def _weight(t: Tensor) -> WeightRef:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from megadsl.diagnostics import collecting, declare, error
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import chunk_budget, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
@@ -17,7 +17,7 @@ from megadsl.lower.exchanges import is_local, kept_locally, merges_in_cluster, r
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
 from megadsl.lower.heads import parts_bytes
-from megadsl.lower.operands import prologue_values, takes_chunks, vectors
+from megadsl.lower.operands import input_area, prologue_values, row_bytes, scratch_area, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
 from megadsl.lower.steps import PROGRESS_BYTES, feeds_itself, passes_rows_on
@@ -36,6 +36,12 @@ HELD = declare(
     "MK177",
     "ring {ring!r} has {stages} stages, but {op!r} holds {need} of them at once",
     "use at least {need} stages, fewer vectors in one expression, or fewer tiles in registers",
+)
+
+TOO_WIDE = declare(
+    "MK280",
+    "custom op {op!r} needs {need} bytes of shared memory for {tokens} tokens, {arch} has {have} of them beside the ring",
+    "give it narrower inputs (a custom op has whole rows of all tokens) or less scratch=, or compile for fewer tokens",
 )
 
 MIN_STAGES = 2
@@ -76,7 +82,7 @@ def plan_memory(
         areas.append(Area(name, at, size))
         at += round_up(size, 16)
     overlay = at = sums = round_up(at, 128)
-    attention, linear = _attention_phases(graph, schedule), _linear_phases(graph, schedule, chunks)
+    others, linear = _other_phases(graph, schedule, machine), _linear_phases(graph, schedule, chunks)
     for phase in linear:
         at = max(at, _place(areas, overlay, phase))
     for op in (op for op in graph.ops if isinstance(op, Linear)):
@@ -88,9 +94,7 @@ def plan_memory(
         at, sums = max(at, end), max(sums, end if pass_groups(op, graph, schedule) or finishers(schedule) else sums)
     at = max(at, _place(areas, sums, [("sums", _sums_bytes(graph, schedule))]))
     # Behind all that other warps may still read while the first leave their products.
-    at = max(
-        _place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in attention), at
-    )
+    at = max(_place(areas, at, [("partials", _partials_bytes(graph, schedule))]), *(_place(areas, overlay, phase) for phase in others), at)
     rings, placed, total = _rings(schedule, machine, areas, at, asked.said(graph.span, ("stages", "stage_bytes")))
     _check_held(graph, schedule, rings, asked)
     return Memory(tuple(placed), rings, tuple(chunks.items()), total)
@@ -227,6 +231,8 @@ def _entries(op: Op, graph: Graph, schedule: Schedule) -> int:
         return 0
     prefetch = schedule.op(op.name).prefetch
     others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
+    if isinstance(op, Custom):
+        return len(op.weights) + others
     if isinstance(op, Attention):
         return 1 + others + passes_rows_on(graph, schedule)
     return _runs(op, graph, schedule) + len(vectors(op)) + others
@@ -300,6 +306,18 @@ def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[s
         ]
 
 
+def _other_phases(graph: Graph, schedule: Schedule, machine: Machine) -> Iterator[list[tuple[str, int]]]:
+    """What attentions and custom ops keep there. MK280 for an op whose rows leave the ring no room."""
+    yield from _attention_phases(graph, schedule)
+    most = machine.smem_for(schedule.resident) - MIN_STAGES * max((ring.stage_bytes for _, ring in schedule.rings), default=0)
+    for op in (op for op in graph.ops if isinstance(op, Custom)):
+        phase = [(input_area(op, arg), row_bytes(ref) * graph.tokens) for arg, ref in op.inputs] + [(scratch_area(op), op.call.scratch)]
+        if (need := sum(size for _, size in phase)) > most:
+            table = "\n".join(f"    {name:<24} {size:>8} bytes" for name, size in phase)
+            raise error(TOO_WIDE, op.span, table, op=op.name, tokens=graph.tokens, need=need, arch=machine.arch, have=most)
+        yield phase
+
+
 def _rings(
     schedule: Schedule, machine: Machine, areas: list[Area], used: int, span: Span
 ) -> tuple[tuple[tuple[str, Ring], ...], list[Area], int]:
@@ -329,9 +347,11 @@ def _rings(
     return tuple(rings), placed, at
 
 
-def _held_stages(op: Linear, schedule: Schedule, tokens: int) -> int:
+def _held_stages(op: Linear | Custom, schedule: Schedule, tokens: int) -> int:
     """Stages that an op lets go of only when it has read them all: those of its vectors, unless they are copied one by one; where the
     input of few tokens arrives in registers, those of its held tiles as well."""
+    if isinstance(op, Custom):
+        return len(op.weights)
     held = schedule.op(op.name).prefetch.registers or 0
     if is_direct(op, schedule, tokens):
         return len(vectors(op)) + ceil_div(held, tiles_together(op, schedule, tokens))
@@ -343,7 +363,7 @@ def _check_held(graph: Graph, schedule: Schedule, rings: tuple[tuple[str, Ring],
     by_role = dict(rings)
     with collecting() as found:
         for op in graph.ops:
-            need = _held_stages(op, schedule, graph.tokens) if isinstance(op, Linear) else 0
+            need = _held_stages(op, schedule, graph.tokens) if isinstance(op, Linear | Custom) else 0
             role = schedule.op(op.name).loader
             ring = by_role[role]
             if ring.stages < need:

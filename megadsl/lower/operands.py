@@ -1,10 +1,12 @@
-"""What a linear's prologue and epilogue and an attention's maps over heads read, sorted by how it reaches the block."""
+"""What a linear's prologue and epilogue, an attention's maps over heads and a custom op read, sorted by how it reaches the block."""
 
 from __future__ import annotations
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Linear, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Linear, ValueRef, WeightRef
 from megadsl.ir.schedule import Schedule, Tagged
+from megadsl.lower.tiling import GROUP_ROWS
+from megadsl.types import DType, ceil_div
 
 
 def prologue_values(op: Linear) -> list[tuple[str, ValueRef]]:
@@ -26,11 +28,28 @@ def takes_chunks(op: Linear, schedule: Schedule) -> bool:
     return schedule.op(op.name).scale == "after" and not tagged
 
 
-def vectors(op: Linear) -> list[tuple[str, WeightRef]]:
-    """Vector weights of the prologue, in argument order: the order the loader streams them."""
+def vectors(op: Linear | Custom) -> list[tuple[str, WeightRef]]:
+    """Vector weights of the prologue, or a custom op's weights, in argument order: the order the loader streams them."""
+    if isinstance(op, Custom):
+        return list(op.weights)
     return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
 
 
 def head_vectors(op: Attention) -> list[tuple[str, str, WeightRef]]:
     """Vector weights of the maps over heads: (q or k, argument, weight)."""
     return [(which, name, ref) for which, fused in op.maps for name, ref in fused.args if isinstance(ref, WeightRef)]
+
+
+def input_area(op: Custom, arg: str) -> str:
+    """The area of shared memory where the rows of a custom op's input lie."""
+    return f"{op.name}.{arg}.rows"
+
+
+def scratch_area(op: Custom) -> str:
+    """The area that belongs to a custom op's function while it runs."""
+    return f"{op.name}.scratch"
+
+
+def row_bytes(ref: ValueRef) -> int:
+    """Bytes of a row of a custom op's input: whole units."""
+    return ceil_div(ref.features, GROUP_ROWS) * GROUP_ROWS * DType.BF16.bytes

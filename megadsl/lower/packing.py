@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, Part, Rope, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, Part, Rope, WeightRef
 from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import head_vectors, vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -25,8 +25,8 @@ class Packed:
         return next(r for r in self.records if r.name == name)
 
 
-def vector_name(op: Linear, arg: str) -> str:
-    """Pack record name of a vector operand of a prologue."""
+def vector_name(op: Linear | Custom, arg: str) -> str:
+    """Pack record name of a vector operand of a prologue, or of a custom op's weight."""
     return f"{op.name}.{arg}"
 
 
@@ -74,6 +74,8 @@ def _records(op: Op) -> list[PackRecord]:
         return [_record(op.name, "table", [source], op.table.per_layer, rows, columns, 0, columns, rows * columns * 2)]
     if isinstance(op, Attention):
         return [_vector(head_vector_name(op, which, arg), ref) for which, arg, ref in head_vectors(op)]
+    if isinstance(op, Custom):
+        return [_natural(vector_name(op, arg), ref) for arg, ref in op.weights]
     found = [_vector(vector_name(op, arg), ref) for arg, ref in vectors(op)]
     tiles = tiling(op)
     sources = [PackSource(p.weight.name, p.rows, *_order(p)) for p in op.parts]
@@ -95,6 +97,20 @@ def _vector(name: str, ref: WeightRef) -> PackRecord:
     length = round_up(columns, PANEL)
     source = PackSource(ref.name, columns, "natural", 0, 0)
     return _record(name, "vector", [source], ref.per_layer, 1, columns, length, length, length * 2)
+
+
+def _natural(name: str, ref: WeightRef) -> PackRecord:
+    """A weight of one or two dimensions as the checkpoint has it, in whole vectors of 16 bytes."""
+    if len(ref.shape) == 1:
+        return _vector(name, ref)
+    rows, columns = ref.shape
+    source = PackSource(ref.name, rows, "natural", 0, 0)
+    return _record(name, "table", [source], ref.per_layer, rows, columns, columns, columns, round_up(rows * columns * 2, OFFSET_UNIT))
+
+
+def natural_bytes(ref: WeightRef) -> int:
+    """Bytes of such a weight in the arena, and of a stage that it comes in."""
+    return _natural("", ref).bytes
 
 
 def _order(part: Part) -> tuple[str, int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megadsl.diagnostics import MegadslError, collecting
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
-from megadsl.ir.graph import Attention, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Custom, Graph, Linear, Op
 from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
@@ -25,7 +25,7 @@ from megadsl.lower.infer import infer
 from megadsl.lower.limits import check_arenas, check_graph
 from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
-from megadsl.lower.packing import Packed, plan_packing
+from megadsl.lower.packing import Packed, natural_bytes, plan_packing
 from megadsl.lower.programs import build_programs
 from megadsl.lower.publish import check_publications
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
@@ -182,6 +182,8 @@ def _stage_records(graph: Graph) -> list[StageRecord]:
             found.extend(StageRecord(f"{op.name}.{arg}", 2 * op.columns, "bf16 vector") for arg, _ in vectors(op))
         elif isinstance(op, Attention):
             found.append(StageRecord(op.name, 64 * op.cache_dim, "bf16 KV rows, 16 to a chunk"))
+        elif isinstance(op, Custom):
+            found.extend(StageRecord(f"{op.name}.{arg}", natural_bytes(ref), "bf16 weight as it is") for arg, ref in op.weights)
     return found
 
 

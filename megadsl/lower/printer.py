@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.expr import to_text
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
 from megadsl.ir.spec import Node, Spec, Tensor
 from megadsl.ops.base import shape_text
 
@@ -75,15 +75,7 @@ def _op(op: Op) -> Iterator[str]:
             if op.expr is not None:
                 yield f"rows {to_text(op.expr)}"
         case Linear():
-            yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
-            yield f"prologue {_fused(op.prologue)}"
-            if op.factored is not None:
-                yield f"operand {to_text(op.factored.operand)}, products times {to_text(op.factored.scale)}"
-            for part in op.parts:
-                bias, late = f" + {_ref(part.bias)}" if part.bias else "", " by its reader" if part.late else ""
-                yield f"part {part.name} {_ref(part.weight)}{bias}{_rope(part.rope)}{late}"
-            if op.epilogue is not None:
-                yield f"epilogue {_fused(op.epilogue)}"
+            yield from _linear(op)
         case Attention():
             yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
             if op.window is not None:
@@ -92,6 +84,22 @@ def _op(op: Op) -> Iterator[str]:
                 yield f"scores capped at {op.softcap:g}"
             yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
             yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
+        case Custom():
+            yield f"custom {op.name} {op.call} -> {op.out}"
+            yield from (f"{name} = {_ref(ref)}" for name, ref in op.inputs)
+            yield from (f"{name} = {_ref(weight)}" for name, weight in op.weights)
+
+
+def _linear(op: Linear) -> Iterator[str]:
+    yield f"linear {op.name} [{op.rows} x {op.columns}] -> {op.out or op.sink}"
+    yield f"prologue {_fused(op.prologue)}"
+    if op.factored is not None:
+        yield f"operand {to_text(op.factored.operand)}, products times {to_text(op.factored.scale)}"
+    for part in op.parts:
+        bias, late = f" + {_ref(part.bias)}" if part.bias else "", " by its reader" if part.late else ""
+        yield f"part {part.name} {_ref(part.weight)}{bias}{_rope(part.rope)}{late}"
+    if op.epilogue is not None:
+        yield f"epilogue {_fused(op.epilogue)}"
 
 
 def _fused(fused: Fused) -> str:

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Embed, Linear, Op, Rope, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, Rope, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import Builder, sequence
-from megadsl.lower.exchanges import is_local, kept_locally, merge_lanes, merges_in_cluster
+from megadsl.lower.custom import custom_phase, loads
+from megadsl.lower.exchanges import is_local, merge_lanes, merges_in_cluster
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
+from megadsl.lower.handoffs import gather, keep, publish, stages_alone
 from megadsl.lower.heads import in_halves, query_tiles
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
-from megadsl.lower.publish import by_words, results_of, staged
+from megadsl.lower.publish import results_of, staged
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
-from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level
 
@@ -57,20 +58,15 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     body: list[Instr] = []
     for other in builder.graph.ops:
         how = builder.schedule.op(other.name)
-        if (
-            not isinstance(other, Embed)
-            and how.prefetch.l2_bytes
-            and how.loader == role
-            and (how.prefetch.ahead_of or other.name) == op.name
-        ):
+        if loads(other) and how.prefetch.l2_bytes and how.loader == role and (how.prefetch.ahead_of or other.name) == op.name:
             body.append(_prefetch(builder, other, op))
-    if not isinstance(op, Embed) and builder.schedule.op(op.name).loader == role:
+    if loads(op) and builder.schedule.op(op.name).loader == role:
         body.extend(_loads(builder, op, role))
     if body:
         yield Phase(op.name, _title(op), op.span, tuple(body))
 
 
-def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
+def _prefetch(builder: Builder, op: Op, at: Op) -> Instr:
     """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
     order = builder.graph.ops
     together = at.loop is not None and at.loop == op.loop and builder.schedule.scope == "step"  # else a launch knows one layer
@@ -82,7 +78,7 @@ def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
     return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, reads=(Region("weights", op.name, Level.GPU),), args=args)
 
 
-def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Instr]:
+def _loads(builder: Builder, op: Op, role: str) -> Iterator[Instr]:
     hint = builder.schedule.op(op.name).prefetch.hint
     if builder.gated(op):
         site = builder.site(role, op.name, "gate", "the layer whose op the consumers have begun, plus 1", op.span)
@@ -98,10 +94,14 @@ def _loads(builder: Builder, op: Linear | Attention, role: str) -> Iterator[Inst
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
         yield Instr(Verb.LOAD, "load_cache", op.name, op.span, site, (rows,), (ring,), "kv_stages(kv_len)", args={"hint": hint})
         return
+    if isinstance(op, Embed):
+        return
     for arg, _ in vectors(op):
         record = vector_name(op, arg)
         weights = Region("weights", record, Level.GPU)
         yield Instr(Verb.LOAD, "load_vector", op.name, op.span, site, (weights,), (ring,), args={"record": record, "hint": hint})
+    if not isinstance(op, Linear):
+        return
     weights = Region("weights", op.name, Level.GPU)
     yield Instr(Verb.LOAD, "load_matrix", op.name, op.span, site, (weights,), (ring,), "own_groups * pieces", args={"hint": hint})
 
@@ -126,6 +126,8 @@ def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
             yield Phase(op.name, _title(op), op.span, tuple(_attention(builder, op, role)))
             begun = _begin_behind(builder, op, role)
             yield Phase(op.name, f"{op.name}: add the splits", op.span, (*begun, *_merge(builder, op, role)))
+        case Custom():
+            yield Phase(op.name, _title(op), op.span, tuple(custom_phase(builder, op, role)))
 
 
 def _title(op: Op) -> str:
@@ -136,39 +138,8 @@ def _title(op: Op) -> str:
             return f"{op.name}: {op.rows} x {op.columns}"
         case Attention():
             return f"{op.name}: {op.heads} heads of {op.head_dim} over {op.kv_heads} KV heads"
-
-
-def _publish(builder: Builder, op: Op, role: str, value: str) -> Instr:
-    exchange = builder.exchange(value)
-    site = builder.site(role, op.name, "publish", "", op.span)
-    round_ = sequence(builder, value, op.name, publishing=True)
-    args: dict[str, object] = {"value": value, "wire": exchange.wire, "round": round_}
-    into = Region("exchange", value, exchange.level, round_)
-    alone = stages_alone(builder, op)
-    syncs = ("flag",) if exchange.wire == "Flag" else ("done",) if alone and not finishers(builder.schedule) else ()
-    # table: rows of one, which those who multiply publish; raw: its bits as they lie there, rather than results of conversions
-    args |= {"solo": alone, "table": isinstance(op, Embed), "raw": isinstance(op, Embed) and op.expr is None}
-    args |= {"cluster": isinstance(op, Attention) and merges_in_cluster(op, builder.schedule)}
-    args |= {"words": by_words(builder, op), "kept": value in kept_locally(builder.graph, builder.schedule)}
-    reads = () if args["words"] and not args["kept"] else (staged(),)
-    return Instr(Verb.SIGNAL, "publish", op.name, op.span, site, reads, (into,), syncs=syncs, args=args)
-
-
-def stages_alone(builder: Builder, op: Op) -> bool:
-    """Whether a block's first warp ends up with all of an op's results: it then publishes them alone, before the block meets.
-
-    A flag stands for what all warps have stored: it needs a barrier in between anyway.
-    """
-    if isinstance(op, Embed) or op.out is None or builder.exchange(op.out).wire == "Flag":
-        return False
-    if finishers(builder.schedule):
-        return True
-    units = builder.exchange(op.out).units
-    if isinstance(op, Attention):
-        return units * merge_lanes(op, builder.graph.tokens, builder.schedule)[0] <= WARP_THREADS
-    if builder.schedule.op(op.name).ways > 1:
-        return units * tiling(op).fold * 2 <= WARP_THREADS  # mk::add_parts: four rows of a token each
-    return 4 * builder.graph.tokens * builder.schedule.batch <= WARP_THREADS  # mk::finish_batch: four pairs of rows a group
+        case Custom():
+            return f"{op.name}: {op.call.function} of {op.call.header.name}"
 
 
 def _end(builder: Builder, op: Op) -> tuple[str, ...]:
@@ -179,25 +150,8 @@ def _end(builder: Builder, op: Op) -> tuple[str, ...]:
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
     reads = (Region("weights", op.name, Level.GPU), Region("control", "token_ids", Level.GPU))
     yield Instr(Verb.COMPUTE, "embed", op.name, op.span, None, reads, (staged(),), syncs=("end",))
-    yield _publish(builder, op, role, op.out)
-    yield from _keep(builder, op, op.out)
-
-
-def _keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:
-    if value in kept_locally(builder.graph, builder.schedule):
-        kept = Region("smem", f"kept.{value}", Level.BLOCK)
-        args = {"value": value, "table": isinstance(op, Embed)}
-        yield Instr(Verb.STORE, "keep", op.name, op.span, None, (staged(),), (kept,), args=args)
-
-
-def _gather(builder: Builder, op: Op, role: str, call: str, ref: ValueRef, into: str, **args: object) -> Instr:
-    exchange = builder.exchange(ref.value)
-    round_ = sequence(builder, ref.value, op.name)
-    site = builder.site(role, op.name, "exchange", f"tag of {ref.value} in round {round_}", op.span)
-    region = Region("exchange", ref.value, exchange.level, round_)
-    found = {"value": ref.value, "wire": exchange.wire, "round": round_, "begin": ref.begin, "features": ref.features, "into": into, **args}
-    to = Region("registers", f"{op.name}.input", Level.WARP) if into == "registers" else Region("smem", into, Level.BLOCK)
-    return Instr(Verb.WAIT, call, op.name, op.span, site, (region,), (to,), args=found)
+    yield publish(builder, op, role, op.out)
+    yield from keep(builder, op, op.out)
 
 
 def _follower(builder: Builder, op: Attention) -> Linear | None:
@@ -277,7 +231,7 @@ def _linear(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     for index, (name, ref) in enumerate(kept_values(op)):
         if is_local(op, ref, builder.graph, builder.schedule):
             continue
-        yield _gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index, own=op.out)
+        yield gather(builder, op, role, "gather_kept", ref, "kept", arg=name, index=index, own=op.out)
     ring_role = builder.schedule.op(op.name).loader
     ring = Region("ring", ring_role, Level.BLOCK)
     prologue, site, held = tuple(_prologue(builder, op, role, ring_role)), builder.site_of(role, op), builder.held(op)
@@ -308,8 +262,8 @@ def _meets_first(builder: Builder, op: Linear) -> bool:
 def _results(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     """What becomes of an op's staged results, or of its logits."""
     if op.out is not None:
-        yield _publish(builder, op, role, op.out)
-        yield from _keep(builder, op, op.out)
+        yield publish(builder, op, role, op.out)
+        yield from keep(builder, op, op.out)
     if op.sink == "argmax":
         yield _argmax(builder, op, role)
 
@@ -367,7 +321,7 @@ def _gathers(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     hold = {"holds": beside, "ring": builder.schedule.op(op.name).loader, "hold_site": builder.site_of(role, op) if beside else None}
     for index, (name, ref) in enumerate(prologue_values(op)):
         polls, into = _polls(builder, op, ref), "registers" if in_registers(op, builder.schedule) else buffers[index]
-        yield _gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
+        yield gather(builder, op, role, "gather", ref, into, arg=name, whole=_whole(builder, op, ref), **polls, **hold)
 
 
 def _whole(builder: Builder, op: Linear, ref: ValueRef) -> bool:
@@ -483,8 +437,8 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     lanes, at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once, "cluster": cluster}
     yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), results_of(builder, op), syncs=_end(builder, op), args=args)
-    yield _publish(builder, op, role, op.out)
-    yield from _keep(builder, op, op.out)
+    yield publish(builder, op, role, op.out)
+    yield from keep(builder, op, op.out)
 
 
 def instructions(items: Iterable[Item]) -> Iterator[Instr]:

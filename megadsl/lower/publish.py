@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Graph, Linear, Op
+from megadsl.ir.graph import Custom, Graph, Linear, Op
 from megadsl.ir.plan import Region
 from megadsl.ir.schedule import REGISTERS, Schedule
 from megadsl.lower.builder import Builder, sequence
@@ -39,6 +39,8 @@ def _check(graph: Graph, schedule: Schedule, name: str, asked: Overrides, found:
 
 def _why_staged(op: Op, graph: Graph, schedule: Schedule) -> tuple[str, str] | None:
     """Why an op's results must be staged, and what would mend it; None where they need not."""
+    if isinstance(op, Custom):
+        return "its function stages them", 'use .publish("staged")'
     if not finishers(schedule):
         why = why_block(graph, schedule)
         return "no warp of its own finishes" + (f": {why}" if why else ""), 'use .publish("staged")' if why else 'use s.finish("warp")'

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
 from megadsl.lower.heads import parts_bytes
 from megadsl.lower.operands import takes_chunks
+from megadsl.lower.packing import natural_bytes
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -407,6 +408,8 @@ def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str,
             needs.extend((f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value"))
         elif isinstance(op, Attention):
             needs.append((f"a KV chunk of {op.name}", KV_CHUNK * op.cache_dim))
+        elif isinstance(op, Custom):
+            needs.extend((f"weight {name!r} of {op.name}", natural_bytes(ref)) for name, ref in op.weights)
     return needs
 
 

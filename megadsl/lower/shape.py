@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import struct
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import ASYNC, kept_locally, merges_in_cluster, sharing
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
-from megadsl.lower.operands import head_vectors, prologue_values, vectors
+from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
+from megadsl.ops.custom import weight_elements
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS = 16
@@ -28,6 +29,11 @@ def ident(name: str) -> str:
 def begin_name(op: str, arg: str) -> str:
     """Shape's member for where in its value an operand of a linear begins; only operands that are slices have one."""
     return f"{ident(op)}_{ident(arg)}_begin"
+
+
+def input_name(op: Custom, arg: str) -> str:
+    """Shape's member for an input of a custom op."""
+    return f"{ident(op.name)}_{ident(arg)}_rows"
 
 
 def float_bits(value: float) -> int:
@@ -97,6 +103,8 @@ def _op(
             return _linear(op, graph, schedule, packed, memory)
         case Attention():
             return _attention(op, graph, schedule, packed, memory, kv_at)
+        case Custom():
+            return _custom(op, schedule, packed, memory)
 
 
 def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record:
@@ -159,6 +167,18 @@ def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, 
     if how.prefetch.l2_bytes:
         found.append(Record("mk::i32", f"{ident(op.name)}_l2", (how.prefetch.l2_bytes,), "bytes of a unit's rows to prefetch into L2"))
     return [*found, *_pause(how), *(_vector(packed, head_vector_name(op, which, arg)) for which, arg, _ in head_vectors(op))]
+
+
+def _custom(op: Custom, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:
+    share = sharing(op, op.call.features, schedule)
+    scratch = memory.offset(scratch_area(op))
+    found = [Record("mk::CustomShape", ident(op.name), (op.call.features, scratch, share.groups, share.share_offset))]
+    for arg, ref in op.inputs:
+        found.append(Record("mk::RowsShape", input_name(op, arg), (ref.begin, ref.features, memory.offset(input_area(op, arg)))))
+    for arg, weight in op.weights:
+        name = vector_name(op, arg)
+        found += [_vector(packed, name), Record("mk::i32", f"{ident(name)}_elements", (weight_elements(weight),))]
+    return found
 
 
 def _pause(how: OpSchedule) -> list[Record]:

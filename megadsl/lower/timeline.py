@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadsl.ir.graph import Attention, Embed, Graph, Op
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Op
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import vectors
@@ -29,6 +29,8 @@ def _stages(op: Op, graph: Graph, schedule: Schedule) -> int:
     """Ring stages that the busiest block takes for one execution of the op."""
     if isinstance(op, Embed):
         return 0
+    if isinstance(op, Custom):
+        return len(op.weights)
     how = schedule.op(op.name)
     stage = schedule.ring(how.loader).stage_bytes
     if isinstance(op, Attention):

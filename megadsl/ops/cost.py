@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op
 from megadsl.machine import Machine
-from megadsl.ops import attention, embed, linear
+from megadsl.ops import attention, custom, embed, linear
 from megadsl.ops.attention import kv_row_bytes
 from megadsl.ops.base import Cost
 
@@ -18,6 +18,8 @@ def cost(op: Op, tokens: int, kv_len: int) -> Cost:
             return linear.cost(op, tokens)
         case Attention():
             return attention.cost(op, tokens, kv_len)
+        case Custom():
+            return custom.cost(op, tokens)
 
 
 def runs(graph: Graph, op: Op) -> int:

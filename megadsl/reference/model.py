@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megadsl.ir.expr import Expr
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
-from megadsl.reference import meaning
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
+from megadsl.reference import custom, meaning
 
 Observer = Callable[[str, int, Tensor], None]
 
@@ -158,6 +158,9 @@ class GraphModel:
                 self._linear(op, layer, run)
             case Attention():
                 self._attention(op, layer, run)
+            case Custom():
+                tensors = [self._operand(ref, layer, run) for ref in custom.operands(op)]
+                self._put(op.out, layer, custom.meaning(op, tensors), run)
 
     def _put(self, name: str, layer: int, result: Tensor, run: _Step) -> None:
         run.values[name] = self._arithmetic.store(result)
@@ -168,12 +171,16 @@ class GraphModel:
     def _weight(self, ref: WeightRef, layer: int) -> Tensor:
         return self._weights[checkpoint_name(ref, layer)]
 
+    def _operand(self, ref: ValueRef | WeightRef, layer: int, run: _Step) -> Tensor:
+        if isinstance(ref, WeightRef):
+            return self._weight(ref, layer)
+        return run.values[ref.value][:, ref.begin : ref.begin + ref.features]
+
     def _fused(self, fused: Fused, features: int, layer: int, run: _Step, parts: Mapping[str, Tensor]) -> Tensor:
         def operand(ref: ValueRef | WeightRef) -> Tensor:
-            if isinstance(ref, WeightRef):
-                return self._weight(ref, layer)
-            source = parts[ref.value] if ref.value in parts else run.values[ref.value]
-            return source[:, ref.begin : ref.begin + ref.features]
+            if isinstance(ref, WeightRef) or ref.value not in parts:
+                return self._operand(ref, layer, run)
+            return parts[ref.value][:, ref.begin : ref.begin + ref.features]
 
         args = {name: operand(ref) for name, ref in fused.args}
         return self._arithmetic.evaluate(fused.expr, args, (len(run.token_ids), features))
@@ -295,6 +302,8 @@ def _weight_refs(op: Op) -> list[WeightRef]:
             return [*vectors, *(part.weight for part in op.parts), *(part.bias for part in op.parts if part.bias is not None)]
         case Attention():
             return [ref for _, fused in op.maps for _, ref in fused.args if isinstance(ref, WeightRef)]
+        case Custom():
+            return [ref for _, ref in op.weights]
 
 
 def checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary
-from megadsl.ir.graph import Attention, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
-from megadsl.reference import meaning
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
+from megadsl.reference import custom, meaning
 from megadsl.reference.model import checked, checkpoint_name, layers_of, program
 
 Values = dict[str, Tensor]
@@ -129,6 +129,8 @@ class _Builder:
                 return self._linear(op, layer)
             case Attention():
                 return self._attention(op, layer)
+            case Custom():
+                return self._custom(op, layer)
 
     def _define(self, name: str, segments: Sequence[tuple[int, int]]) -> list[str]:
         self._segments[name] = list(segments)
@@ -222,6 +224,15 @@ class _Builder:
             values_.index_copy_(2, positions, heads(v(values)))
             out = attend(heads(q(values)), keys[:, :, :rows], values_[:, :, :rows])
             values[name] = values["result"] = out[0].transpose(0, 1).flatten(1)
+
+        return run
+
+    def _custom(self, op: Custom, layer: int) -> Action:
+        terms = [self._operand(ref, layer) for ref in custom.operands(op)]
+        (name,) = self._define(op.out, [(0, op.call.features)])
+
+        def run(values: Values) -> None:
+            values[name] = values["result"] = custom.meaning(op, [term(values) for term in terms]).bfloat16()
 
         return run
 

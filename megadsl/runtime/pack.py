@@ -81,7 +81,8 @@ def unpack_record(manifest: Manifest, record: Record, arena: torch.Tensor, layer
     if record["kind"] == "vector":
         return [flat[: shapes[0][0]].clone()]
     if record["kind"] == "table":
-        return [flat.view(shapes[0]).clone()]
+        rows, columns = shapes[0]
+        return [flat[: rows * columns].view(shapes[0]).clone()]
     return _unstacked(record, flat if record["kind"] == "bias" else _untiled(record, flat), [shape[0] for shape in shapes])
 
 

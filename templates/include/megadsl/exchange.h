@@ -344,8 +344,9 @@ MK_DEV void store_last(smem_ptr<char> at, u16 bits) { ptx::st_shared<u16>(at.tem
 // kVia: or each pair of elements leaves as the word that it is, from the registers of the thread that has it, and at once: for wires each of
 // whose words says by itself that it is there. kBoth: and is staged too, for whoever keeps it.
 enum class Via { kStaged, kWords, kBoth };
-template <class Wire, u32 kTokens, Via kVia = Via::kStaged>
+template <class Wire, u32 kTokens_, Via kVia = Via::kStaged>
 struct Outgoing {
+  static constexpr u32 kTokens = kTokens_;
   static constexpr bool kAtOnce = kVia != Via::kStaged, kStages = kVia != Via::kWords;
   static_assert(!kAtOnce || Wire::kWords, "words that are their own flags");
 

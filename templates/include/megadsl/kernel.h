@@ -1,6 +1,7 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
 #include "megadsl/bias.h"
+#include "megadsl/custom.h"
 #include "megadsl/direct.h"
 #include "megadsl/embed.h"
 #include "megadsl/few_rows.h"

@@ -79,7 +79,14 @@ MK_OP void st_shared_hint(smem_ptr<u32> p, u32 v) {
 MK_OP u32 ld_shared_acquire(smem_ptr<u32> p) { return host::load_shared_acquire(p.address, MK_PC); }
 MK_OP void st_shared_release(smem_ptr<u32> p, u32 v) { host::store_shared_release(p.address, v, MK_PC); }
 
+// That an index of a view is one of `size`. The emulator ends the launch where it is not; a GPU does not look.
+MK_OP void expect_inside(u32 index, u32 size) {
+  if (__builtin_expect(index >= size, 0)) host::fault("a view of %u is accessed at %d", size, i32(index));
+}
+
 #else
+
+MK_PTX void expect_inside(u32, u32) {}
 
 MK_PTX smem_ptr<char> smem_base() {
   extern __shared__ __align__(1024) char mk_dynamic_smem[];
