@@ -130,7 +130,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // embed_tokens: rows of the table  [llama.py:20]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
+      const mk::Publication<mk::Words<mk::Dense<mk::Sentinel>>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
       mk::run_embed(block, s.embed_tokens, step, steps, out);
       out.publish(block);
     }
@@ -153,7 +153,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
               const smem_ptr<char> vector_input_layernorm = read_loader.wait_stage(8, 0, 0);  // input_layernorm
               // x * input_layernorm
               const smem_ptr<char> places[] = {activations, vector_input_layernorm};
-              mk::gather_operand<mk::Dense<mk::Sentinel>, mk::DensePoll<1, true>, false>(
+              mk::gather_operand<mk::Words<mk::Dense<mk::Sentinel>>, mk::DensePoll<1, true>, false>(
                   block, 10, s.x_exchange, epoch * (layers + 1) + layer, begin,
                   u32(s.qkv_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
               read_loader.release();
@@ -165,7 +165,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       // attention: 32 heads of 64 over 8 KV heads  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        mk::run_attention<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, mk::DensePoll<1, false>, mk::FewRows, true, false>(
+        mk::run_attention<mk::Words<mk::Dense<mk::Sentinel>>, mk::Tagged, AttentionTiling, mk::DensePoll<1, false>, mk::FewRows, true, false>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
             s.attention_parts_exchange, epoch * layers + layer, s.smem.meeting, 0);
       }
@@ -184,7 +184,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::run_tiles<kBatch, OProjTiles, false>(
             block, read_loader, 14, s.o_proj, s.smem, [&](u32 begin, u32 columns) {
               mk::ptx::nanosleep(u32(s.o_proj_pause));
-              mk::gather_value<mk::Dense<mk::Sentinel>, mk::DensePoll<1, true>>(block, 18, s.attention_exchange, epoch * layers + layer, begin,
+              mk::gather_value<mk::Words<mk::Dense<mk::Sentinel>>, mk::DensePoll<1, true>>(block, 18, s.attention_exchange, epoch * layers + layer, begin,
                                mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
             },
             [&] {  },
@@ -208,7 +208,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             block, read_loader, 21, s.gate_up_proj, s.smem, [&](u32 begin, u32 columns) {
               // o_proj * post_attention_layernorm
               const smem_ptr<char> places[] = {activations, vector_post_attention_layernorm};
-              mk::gather_operand<mk::Dense<mk::Sentinel>, mk::DensePoll<1, true>, false>(
+              mk::gather_operand<mk::Words<mk::Dense<mk::Sentinel>>, mk::DensePoll<1, true>, false>(
                   block, 22, s.o_proj_exchange, epoch * layers + layer, begin,
                   u32(s.gate_up_proj.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; }, mk::Meanwhile{[&] { mk::hold_tiles(block, read_loader, 21, s.gate_up_proj, gate_up_proj_held, block.warp()); }});  // o_proj
             },
@@ -246,7 +246,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             const smem_ptr<char> vector_norm = read_loader.wait_stage(28, 0, 0);  // norm
             // x * norm
             const smem_ptr<char> places[] = {activations, vector_norm};
-            mk::gather_operand<mk::Dense<mk::Sentinel>, mk::DensePoll<1, true>, false>(
+            mk::gather_operand<mk::Words<mk::Dense<mk::Sentinel>>, mk::DensePoll<1, true>, false>(
                 block, 30, s.x_exchange, epoch * (layers + 1) + layers, begin,
                 u32(s.lm_head.columns), columns, places, lasts, rows, terms, [](const auto& a) { return a[0] * a[1]; });  // x
             read_loader.release();
@@ -290,7 +290,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       {
         mk::begin_op(cx, block);
         block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
         const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
         const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, QkvProjTiles, true>(block, s.qkv_proj, s.smem,
@@ -316,7 +316,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // attention: add the splits  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
         mk::run_merge<mk::Tagged, AttentionTiling, 16, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
         out.publish(block);
       }
@@ -325,11 +325,11 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       {
         mk::begin_op(cx, block);
         block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 19);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 19);
         {
           const u32 fold = u32(s.o_proj.fold), width = mk::kGroupRows / fold;
           const mk::RowGroups own = mk::value_groups(cx, s.o_proj_exchange, fold);
-          mk::gather_kept<mk::Dense<mk::Sentinel>>(block, 17, s.x_exchange, epoch * (layers + 1) + layer, own.begin * width, own.end * width,
+          mk::gather_kept<mk::Words<mk::Dense<mk::Sentinel>>>(block, 17, s.x_exchange, epoch * (layers + 1) + layer, own.begin * width, own.end * width,
                           block.at<char>(s.smem.kept));
         }
         const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
@@ -370,11 +370,11 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // down_proj: 2048 x 8192  [llama.py:46]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 27);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 27);
         {
           const u32 fold = u32(s.down_proj.fold), width = mk::kGroupRows / fold;
           const mk::RowGroups own = mk::value_groups(cx, s.x_exchange, fold);
-          mk::gather_kept<mk::Dense<mk::Sentinel>>(block, 25, s.o_proj_exchange, epoch * layers + layer, own.begin * width, own.end * width,
+          mk::gather_kept<mk::Words<mk::Dense<mk::Sentinel>>>(block, 25, s.o_proj_exchange, epoch * layers + layer, own.begin * width, own.end * width,
                           block.at<char>(s.smem.kept));
         }
         const mk::RowGroups own = mk::own_groups(cx, s.down_proj);

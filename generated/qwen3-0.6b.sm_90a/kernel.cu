@@ -197,7 +197,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::run_tiles<kBatch, OProjTiles, false>(
             block, read_loader, 14, s.o_proj, s.smem, [&](u32 begin, u32 columns) {
               mk::ptx::nanosleep(u32(s.o_proj_pause));
-              mk::gather_value<mk::Dense<mk::Sentinel>, mk::DensePoll<1, true>>(block, 18, s.attention_exchange, epoch * layers + layer, begin,
+              mk::gather_value<mk::Words<mk::Dense<mk::Sentinel>>, mk::DensePoll<1, true>>(block, 18, s.attention_exchange, epoch * layers + layer, begin,
                                mk::min_u32(columns, u32(s.o_proj.columns) - begin), columns, activations);  // x
             },
             [&] {  },
@@ -326,7 +326,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // attention: add the splits  [qwen3.py:34]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
         mk::run_merge<mk::Sentinel, AttentionTiling, 16, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
         out.publish(block);
       }

@@ -36,7 +36,6 @@ struct Shape {
   mk::ExchangeShape attention_exchange;  // Sentinel, bf16
   mk::ExchangeShape o_proj_exchange;  // Sentinel, bf16
   mk::ExchangeShape gate_up_proj_exchange;  // Sentinel, bf16
-  mk::ExchangeShape attention_parts_exchange;  // Sentinel, f32
   mk::ExchangeShape lm_head_best_exchange;  // Tagged, u32
   mk::i32 x_kept;
   mk::i32 o_proj_kept;
@@ -46,8 +45,8 @@ struct Shape {
   mk::VectorShape qkv_proj_input_layernorm;
   mk::AttentionShape attention;
   mk::MergeShape attention_merge;
+  mk::ClusterShape attention_cluster;
   mk::LinearShape o_proj;
-  mk::i32 o_proj_pause;  // ns before its input is polled
   mk::LinearShape gate_up_proj;
   mk::VectorShape gate_up_proj_post_attention_layernorm;
   mk::LinearShape down_proj;
@@ -131,7 +130,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     // embed_tokens: rows of the table  [llama.py:20]
     {
       mk::begin_op(cx, block);
-      const mk::Publication<mk::Dense<mk::Sentinel>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
+      const mk::Publication<mk::Words<mk::Dense<mk::Sentinel>>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
       mk::run_embed(block, s.embed_tokens, step, steps, out);
       out.publish(block);
       mk::keep(block, s.x_exchange, staged, block.at<char>(s.x_kept));
@@ -155,7 +154,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::multiply_direct<kBatch, QkvProjTiles, 1>(
             block, read_loader, 9, s.qkv_proj, s.smem, [&](auto& x) {
               // x * input_layernorm
-              mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 10, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
+              mk::poll_operand<mk::Words<mk::Dense<mk::Sentinel>>, false>(block, 10, s.x_exchange, epoch * (layers + 1) + layer, 0, u32(s.qkv_proj.columns), x, rows, terms,
                                [](const auto& a) { return a[0] * a[1]; }, vector_input_layernorm);  // x
             },
             [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
@@ -165,9 +164,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       // attention: 9 heads of 64 over 3 KV heads  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        mk::run_heads<mk::Dense<mk::Sentinel>, mk::Sentinel, AttentionTiling, 3>(
+        mk::run_heads<mk::Words<mk::Dense<mk::Sentinel>>, mk::Async, AttentionTiling, 3>(
             block, read_loader, 12, 13, s.attention, step, layer, s.qkv_proj_exchange, epoch * layers + layer,
-            s.attention_parts_exchange, epoch * layers + layer, 0);
+            s.attention_cluster, epoch * layers + layer, 0);
       }
 
       // attention: add the splits  [llama.py:34]
@@ -183,8 +182,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
 
         mk::multiply_direct<kBatch, OProjTiles, 0>(
             block, read_loader, 14, s.o_proj, s.smem, [&](auto& x) {
-              mk::ptx::nanosleep(u32(s.o_proj_pause));
-              mk::poll_value<mk::Dense<mk::Sentinel>>(block, 17, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
+              mk::poll_value<mk::Words<mk::Dense<mk::Sentinel>>>(block, 17, s.attention_exchange, epoch * layers + layer, 0, u32(s.o_proj.columns), x);  // x
             },
             [&] {  },
             [&](auto...) { block.meet(); }, o_proj_held);
@@ -205,7 +203,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::multiply_direct<kBatch, GateUpProjTiles, 1>(
             block, read_loader, 20, s.gate_up_proj, s.smem, [&](auto& x) {
               // o_proj * post_attention_layernorm
-              mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 21, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
+              mk::poll_operand<mk::Words<mk::Dense<mk::Sentinel>>, false>(block, 21, s.o_proj_exchange, epoch * layers + layer, 0, u32(s.gate_up_proj.columns), x, rows, terms,
                                [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
             },
             [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
@@ -245,7 +243,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       mk::multiply_direct<kBatch, LmHeadTiles, 1>(
           block, read_loader, 27, s.lm_head, s.smem, [&](auto& x) {
             // x * norm
-            mk::poll_operand<mk::Dense<mk::Sentinel>, false>(block, 28, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
+            mk::poll_operand<mk::Words<mk::Dense<mk::Sentinel>>, false>(block, 28, s.x_exchange, epoch * (layers + 1) + layers, 0, u32(s.lm_head.columns), x, rows, terms,
                              [](const auto& a) { return a[0] * a[1]; }, vector_norm);  // x
           },
           [&] { rows.leave(block, block.at<float>(s.smem.scalars)); },
@@ -266,6 +264,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
   mk::Reader<LoaderRing> read_loader(cx, ring_loader);
   const smem_ptr<char> staged = block.at<char>(s.smem.staged), activations = block.at<char>(s.smem.activations);
   const u32 layers = u32(s.step.layers);
+  mk::Landings attention_landings;
   const mk::Steps steps = {block.at<u32>(s.step.progress)};
   const smem_ptr<mk::u32x2> angles = block.at<mk::u32x2>(s.step.angles);
 
@@ -286,7 +285,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // qkv_proj: 960 x 576  [llama.py:23]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
         const mk::RowGroups own = mk::own_groups(cx, s.qkv_proj);
         const float per_column = 1.0f / float(s.qkv_proj.columns);  // here, where the block waits anyway
         mk::finish_matrix<kBatch, QkvProjTiles>(block, s.qkv_proj, s.smem,
@@ -312,19 +311,18 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       // attention: add the splits  [llama.py:34]
       {
         mk::begin_op(cx, block);
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
-        mk::run_merge<mk::Sentinel, AttentionTiling, 8, 1, false>(block, 15, s.attention_merge, s.attention, s.attention_parts_exchange, epoch * layers + layer, out);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kWords> out(block, s.attention_exchange, epoch * layers + layer, staged, 16, mk::cluster_share(cx, s.attention, s.attention_cluster));
+        mk::merge_cluster<AttentionTiling, 8, false>(block, 15, s.attention, s.attention_cluster, attention_landings, out);
         out.publish(block);
       }
 
       // o_proj: 576 x 576  [llama.py:36]
       {
         mk::begin_op(cx, block);
-        block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 18);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kBoth> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 18);
         const mk::RowGroups own = mk::own_groups(cx, s.o_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.x_kept);  // x, from this block's own results
-        mk::finish_matrix<kBatch, OProjTiles, true>(block, s.o_proj, s.smem,
+        mk::finish_matrix<kBatch, OProjTiles>(block, s.o_proj, s.smem,
             [&](u32) { return 1.0f;
             },
             [&](u32 group, u32 pair, u32 token, float even, float odd) {
@@ -362,7 +360,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
       {
         mk::begin_op(cx, block);
         block.meet();
-        const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 25);
+        const mk::Publication<mk::Converted<mk::Words<mk::Dense<mk::Sentinel>>>, true, Finisher, mk::Via::kBoth> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 25);
         const mk::RowGroups own = mk::own_groups(cx, s.down_proj);
         const smem_ptr<char> kept0 = block.at<char>(s.o_proj_kept);  // o_proj, from this block's own results
         mk::finish_matrix<kBatch, DownProjTiles, true>(block, s.down_proj, s.smem,
@@ -417,9 +415,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     megakernel(const __grid_constant__ mk::Buffers buffers, const __grid_constant__ Shape s) {
   const smem_ptr<char> smem = mk::ptx::smem_base();
   mk::Context cx = mk::enter(buffers, smem.at<u32>(s.step.abort_word), {u32(s.step.blocks), u32(s.step.blocks_inverse)});
-  if (!mk::may_run(buffers)) return;
+  mk::enter_cluster(smem.at<u64>(s.attention_cluster.landed));
+  if (!mk::may_run(buffers)) return mk::leave_cluster();
   const mk::Step step = mk::read_step(buffers, kTokens);
-  if (!mk::may_run(buffers)) return;
+  if (!mk::may_run(buffers)) return mk::leave_cluster();
   const LoaderRing ring_loader(smem.at<char>(s.ring_loader.stages), smem.at<u64>(s.ring_loader.barriers));
   if (mk::ptx::thread_id() == 0) {
     ring_loader.init(Block::kWarps);
@@ -436,10 +435,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 warp = mk::ptx::warp_id();
   if (warp < 8) {
     role_consumer(cx, buffers, s, step, ring_loader);
+    mk::leave_cluster();
   } else if (warp == 8) {
     role_consumer_finish(cx, buffers, s, step, ring_loader);
+    mk::leave_cluster();
   } else {
     if (warp == 9 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
+    mk::leave_cluster();
   }
 }
 
