@@ -15,6 +15,7 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.resources import include
 from megadsl.runtime.control import ADVANCE, NEXT_IDS, MegakernelHang
 from tests.kernels import Bench, bits, compiled, judge, steps
+from tests.test_kernel_cluster import clustered
 from tests.test_kernel_inputs import TREE, feed, tree
 from tests.test_kernel_models import EDGES
 from tests.test_kernel_schedule import everywhere, gated, mixed_syncs
@@ -41,6 +42,8 @@ CASES = {
     "sentinel-16-wide": ("llama-tiny-wide", 16, SMS, everywhere(mk.Sentinel(4))),
     "flag-16": ("llama-tiny", 16, SMS, everywhere(mk.Flag(2))),
     "kv-loader-mixed-5": ("llama-tiny", 5, 40, fed_apart),
+    "cluster-of-4-1": ("llama-tiny", 1, 40, clustered(4)),
+    "cluster-of-8-2-odd": ("llama-tiny-odd", 2, 16, clustered(8)),
 }
 
 
