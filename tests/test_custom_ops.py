@@ -69,6 +69,12 @@ def flags(s: ScheduleBlock) -> None:
         s[op].sync(mk.Flag(2))
 
 
+def clustered(s: ScheduleBlock) -> None:
+    """The value that the op reads is owned by the blocks of a cluster alone."""
+    s["attention"].split(kv=2).merge("cluster")
+    s["attention"].sync(mk.Sentinel(4))
+
+
 def launched_alone(s: ScheduleBlock) -> None:
     s.launch("op")
     s.ring("weights", stages=5)
@@ -94,6 +100,7 @@ SCHEDULES: dict[str, Callable[[], Compiled]] = {
     "more blocks than groups": lambda: made("experts", 1, 20),
     "lanes copy": lambda: made("experts", 3, 3, arch="sm_80"),
     "flags and a finisher": lambda: made("cosine", 1, 3, flags),
+    "behind a cluster": lambda: made("rotated", 1, 4, clustered),
     "one op twice": lambda: made("twice", 3, 2),
 }
 

@@ -58,7 +58,12 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     body: list[Instr] = []
     for other in builder.graph.ops:
         how = builder.schedule.op(other.name)
-        if loads(other) and how.prefetch.l2_bytes and how.loader == role and (how.prefetch.ahead_of or other.name) == op.name:
+        if (
+            isinstance(other, Linear | Attention)
+            and how.prefetch.l2_bytes
+            and how.loader == role
+            and (how.prefetch.ahead_of or other.name) == op.name
+        ):
             body.append(_prefetch(builder, other, op))
     if loads(op) and builder.schedule.op(op.name).loader == role:
         body.extend(_loads(builder, op, role))
@@ -66,7 +71,7 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
         yield Phase(op.name, _title(op), op.span, tuple(body))
 
 
-def _prefetch(builder: Builder, op: Op, at: Op) -> Instr:
+def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
     """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
     order = builder.graph.ops
     together = at.loop is not None and at.loop == op.loop and builder.schedule.scope == "step"  # else a launch knows one layer

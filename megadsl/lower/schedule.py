@@ -312,7 +312,7 @@ def _check_l2(graph: Graph, how: OpSchedule, scope: str, machine: Machine, span:
     wanted, most = how.prefetch.l2_bytes, machine.l2_bytes
     if wanted and "l2_bulk_prefetch" not in machine.features:
         _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
-    if wanted and isinstance(graph.op(how.op), Embed):
+    if wanted and isinstance(graph.op(how.op), Embed | Custom):
         found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
     if wanted and isinstance(graph.op(how.op), Attention) and scope == "op":
         found.add(L2_NOTHING, span, op=how.op, why="whose rows a launch of one op cannot find before it has joined")
