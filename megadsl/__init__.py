@@ -2,7 +2,21 @@
 
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.custom import CustomOp, custom_op
-from megadsl.dsl.functions import argmax, attention, embed, input_ids, kv_cache, layers, linear, logits, map, rms_norm, rope, weight
+from megadsl.dsl.functions import (
+    argmax,
+    attention,
+    embed,
+    input_ids,
+    kv_cache,
+    layers,
+    linear,
+    logits,
+    map,
+    per_layer,
+    rms_norm,
+    rope,
+    weight,
+)
 from megadsl.dsl.kernel import Kernel, kernel
 from megadsl.dsl.schedule import schedule
 from megadsl.dsl.tensor import KVCache, Layer, Tensor
@@ -36,6 +50,7 @@ __all__ = [
     "linear",
     "logits",
     "map",
+    "per_layer",
     "rms_norm",
     "rope",
     "schedule",

@@ -101,7 +101,7 @@ def load_model(model: str | Kernel, config: Path | Mapping[str, Any] | None, max
     file = config if isinstance(config, Path) else None
     if not is_checkpoint(model):
         return (model, *load(model, file), rows)
-    kernel, values, longest = load_checkpoint(Path(model), max_kv, file)
+    kernel, values, longest = load_checkpoint(Path(model), file)
     if max_kv is None and longest is not None:
         rows = min(rows, longest)
     return Path(model).resolve().name, kernel, values, rows

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class DType(Enum):
@@ -40,6 +44,27 @@ class Level(Enum):
     CLUSTER = "cluster"
     BLOCK = "block"
     WARP = "warp"
+
+
+@dataclass(frozen=True)
+class PerLayer(Generic[T]):
+    """A value for each layer of the loop, in order. The loop's body is traced once, so what differs from layer to layer is data."""
+
+    values: tuple[T, ...]
+
+    def alike(self) -> T | PerLayer[T]:
+        """The one value, where all layers have the same."""
+        return self.values[0] if all(v == self.values[0] for v in self.values[1:]) else self
+
+
+def at_layer(value: T | PerLayer[T], layer: int) -> T:
+    """What a layer has of something that may differ from layer to layer."""
+    return value.values[layer] if isinstance(value, PerLayer) else value
+
+
+def all_layers(value: T | PerLayer[T]) -> tuple[T, ...]:
+    """What there is of it, each once, in the order of the layers."""
+    return tuple(dict.fromkeys(value.values)) if isinstance(value, PerLayer) else (value,)
 
 
 KIB = 1024

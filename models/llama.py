@@ -10,8 +10,8 @@ import megadsl as mk
 @mk.kernel
 def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
     """Logits and the greedy next token for up to ``tokens`` new tokens. ``cfg`` has the fields of a Hugging Face LlamaConfig, in ``biases``
-    the names of the projections that have one, and where there is one sliding_window, the rotary_dim features of a head that are rotated,
-    rope_style, and attn_softcap."""
+    the names of the projections that have one, and where there is one sliding_window (a list where layers differ), the
+    rotary_dim features of a head that are rotated, rope_style, and attn_softcap."""
     hidden, inter = cfg.hidden_size, cfg.intermediate_size
     heads, kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     q_rows, kv_rows = heads * head_dim, kv_heads * head_dim
@@ -30,8 +30,8 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
         style, scaling = getattr(cfg, "rope_style", "half"), getattr(cfg, "rope_scaling", None)
         rotary = getattr(cfg, "rotary_dim", None)
         q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, style=style, scaling=scaling, rotary_dim=rotary)
-        kv = layer.kv_cache(kv_heads, head_dim).append(k, v)
-        a = mk.attention(q, kv, heads=heads, window=getattr(cfg, "sliding_window", None), softcap=getattr(cfg, "attn_softcap", None))
+        kv, window = layer.kv_cache(kv_heads, head_dim).append(k, v), mk.per_layer(getattr(cfg, "sliding_window", None))
+        a = mk.attention(q, kv, heads=heads, window=window, softcap=getattr(cfg, "attn_softcap", None))
         o_bias = _biases(cfg, layer, "self_attn", o_proj=hidden)
         x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)
         h = mk.rms_norm(x, layer.weight("post_attention_layernorm", hidden), eps=cfg.rms_norm_eps)

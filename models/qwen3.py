@@ -30,7 +30,7 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
         k = mk.rms_norm(k, layer.weight("self_attn.k_norm", head_dim), eps=eps, head_dim=head_dim)
         scaling, rotary = getattr(cfg, "rope_scaling", None), getattr(cfg, "rotary_dim", None)
         q, k = mk.rope(q, k, head_dim=head_dim, theta=cfg.rope_theta, scaling=scaling, rotary_dim=rotary)
-        window = getattr(cfg, "sliding_window", None)
+        window = mk.per_layer(getattr(cfg, "sliding_window", None))
         a = mk.attention(q, layer.kv_cache(kv_heads, head_dim).append(k, v), heads=heads, window=window)
         o_bias = [layer.weight("self_attn.o_proj.bias", hidden)] if biased else None
         x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from megadsl.diagnostics import Diagnostic, MegadslError
+from megadsl.diagnostics import Collector, Diagnostic, MegadslError
 from megadsl.driver import compile_model
 from megadsl.dsl.checkpoints import load_checkpoint
 from megadsl.ir.graph import Rope, RopeScaling
+from megadsl.ops.rope import rope_scaling
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.tokenizer import tokenizer_in
 from megadsl.runtime.weights import WeightSource, needed, open_weights, random_weights
+from megadsl.source import UNKNOWN
 
 safetensors = pytest.importorskip("safetensors.torch")
 tokenizers = pytest.importorskip("tokenizers")
@@ -32,7 +35,9 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "rope_theta": 1e4,
 }
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 64, "num_key_value_heads": 1}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -43,9 +48,9 @@ def folder_of(path: Path, **fields: Any) -> Path:
     return path
 
 
-def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
+def findings(path: Path) -> list[Diagnostic]:
     with pytest.raises(MegadslError) as refused:
-        load_checkpoint(path, max_kv)
+        load_checkpoint(path)
     return refused.value.diagnostics
 
 
@@ -57,7 +62,7 @@ def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
             "architectures",
             ["BloomForCausalLM"],
             "'BloomForCausalLM'",
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, GemmaForCausalLM, Phi3ForCausalLM",
+            "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, GemmaForCausalLM",
         ),
         ("MK470", "architectures", [], "[]", "write its spec"),
         ("MK471", "hidden_act", "mish", "hidden_act = 'mish', and mk.map has no such function", "silu"),
@@ -65,13 +70,16 @@ def findings(path: Path, max_kv: int | None = None) -> list[Diagnostic]:
         ("MK471", "head_dim", 120, "head_dim = 120, and the kernels of this architecture have heads of a multiple of 16", "such heads"),
         ("MK471", "layer_types", ["full_attention", "linear_attention"], "['linear_attention']", "full_attention"),
         ("MK471", "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5, and this architecture rotates whole heads", "set it to 1.0"),
-        ("MK471", "rope_scaling", {"type": "yarn", "factor": 4.0}, "rope_scaling.rope_type = 'yarn'", "none, linear, llama3"),
+        ("MK471", "rope_scaling", {"type": "ntk", "factor": 4.0}, "rope_scaling.rope_type = 'ntk'", "none, linear, llama3, yarn"),
         ("MK471", "rope_parameters", {"rope_type": "dynamic", "factor": 4.0}, "rope_parameters.rope_type = 'dynamic'", "linear"),
         ("MK253", "rope_scaling", {k: v for k, v in LLAMA3.items() if k != "factor"}, "needs factor", "factor"),
         ("MK253", "rope_scaling", LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor", "low_freq_factor"),
         ("MK472", "intermediate_size", ..., "intermediate_size = (absent)", "set intermediate_size"),
         ("MK472", "vocab_size", "64", "vocab_size = '64'", "set vocab_size"),
         ("MK472", "rms_norm_eps", -1, "rms_norm_eps = -1 is no positive number", "set rms_norm_eps"),
+        ("MK253", "rope_scaling", YARN | {"beta_fast": 0.5}, "beta_fast above beta_slow", "beta_fast"),
+        ("MK253", "rope_scaling", YARN | {"mscale": "1"}, "needs mscale", "mscale"),
+        ("MK253", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "needs original_max", "original_max_position_embeddings"),
     ],
 )
 def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, mend: str, tmp_path: Path) -> None:
@@ -82,81 +90,106 @@ def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, men
 
 
 def test_all_at_once(tmp_path: Path) -> None:
-    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=120, num_hidden_layers=None, rope_scaling={"rope_type": "yarn"}))
+    found = findings(folder_of(tmp_path, hidden_act="mish", head_dim=120, num_hidden_layers=None, rope_scaling={"rope_type": "ntk"}))
     assert [d.code for d in found] == ["MK471", "MK471", "MK472", "MK471"]
 
 
 def test_all_that_an_architecture_would_need(tmp_path: Path) -> None:
     """Each at its key, also what is wrong beside it."""
-    path = folder_of(tmp_path, architectures=["Gemma2ForCausalLM"], layer_types=["sliding_attention", "full_attention"], hidden_act="mish")
+    path = folder_of(tmp_path, architectures=["PhiForCausalLM"], layer_norm_eps=1e-5, hidden_act="mish")
     found = findings(path)
     assert [d.code for d in found] == ["MK470", "MK471", "MK471", "MK471"]
     text = "\n".join(d.message for d in found)
-    assert "norms behind the attention and behind the MLP are missing" in text and "layers that see a window" in text and "mish" in text
+    assert "norms that subtract the mean are missing" in text and "attention and MLP side by side" in text and "mish" in text
     lines = path.joinpath("config.json").read_text().splitlines()
-    keys = ("architectures", "architectures", "layer_types", "hidden_act")
+    keys = ("architectures", "layer_norm_eps", "architectures", "hidden_act")
     assert all(f'"{key}"' in lines[d.span.line - 1] for key, d in zip(keys, found, strict=True))
 
 
 def test_gemma(tmp_path: Path) -> None:
     gemma = {"architectures": ["GemmaForCausalLM"], "num_key_value_heads": 1, "hidden_size": 2048}
-    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_act="gelu"), None)
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_act="gelu"))
     assert (values["activation"], values["head_dim"], values["embed_scale"], values["tie_word_embeddings"]) == (
         "gelu_tanh",
         256,
         45.25,
         True,
     )
-    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_activation="relu"), None)
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma, hidden_activation="relu"))
     assert values["activation"] == "relu"
-    assert load_checkpoint(folder_of(tmp_path, hidden_act="gelu"), None)[1]["activation"] == "gelu"
+    assert load_checkpoint(folder_of(tmp_path, hidden_act="gelu"))[1]["activation"] == "gelu"
 
 
 @pytest.mark.parametrize(
-    ("fields", "window", "mixed"),
+    ("fields", "window"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512, None),
-        ({"architectures": ["MistralForCausalLM"]}, 4096, None),  # transformers' default
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None, None),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, 2047, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, None, None),
-        (QWEN2_WINDOW | {"max_window_layers": 1}, 512, "max_window_layers"),
-        (QWEN2_WINDOW | {"max_window_layers": 0}, 512, None),
-        (QWEN2_WINDOW | {"max_window_layers": 2}, None, None),
-        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 2}, None, None),
-        (QWEN2_WINDOW | {"layer_types": ["sliding_attention"] * 2}, 512, None),
-        (QWEN2_WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}, 512, "layer_types"),
-        ({"sliding_window": 512}, None, None),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),  # transformers' default
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]}, 4096),  # as transformers does
+        ({"architectures": ["MinistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]}, [None, 4096]),
+        ({"architectures": ["MinistralForCausalLM"]}, 4096),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, 2047),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, None),
+        (QWEN2_WINDOW | {"max_window_layers": 1}, [None, 512]),
+        (QWEN2_WINDOW | {"max_window_layers": 0}, 512),
+        (QWEN2_WINDOW | {"max_window_layers": 2}, None),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 2}, None),
+        (QWEN2_WINDOW | {"layer_types": ["sliding_attention"] * 2}, 512),
+        (QWEN2_WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}, [512, None]),
+        (GEMMA3 | {"num_hidden_layers": 3, "sliding_window_pattern": 2}, [4096, None, 4096]),
+        ({"sliding_window": 512}, None),
     ],
 )
-def test_windows(fields: dict[str, Any], window: int | None, mixed: str | None, tmp_path: Path) -> None:
-    """One of all layers goes to the spec. Else MK473, unless it holds all of the context; one that nobody asked for stays within it."""
-    path = folder_of(tmp_path, num_key_value_heads=1, **fields)
-    _, values, longest = load_checkpoint(path, None)
-    assert (values["sliding_window"], longest) == ((None, window) if mixed else (window, None))
-    if mixed is None:
-        load_checkpoint(path, 100_000)
-        return
-    assert window is not None
-    load_checkpoint(path, window)
-    (found,) = findings(path, window + 1)
-    assert (found.code, found.mend) == ("MK473", f"ask for a context of at most {window} tokens: --max-kv {window}")
-    assert f"{mixed}: some layers" in found.message and f"{window} tokens and" in found.message and f"{window + 1} tokens" in found.message
-    assert f'"{mixed}"' in (path / "config.json").read_text().splitlines()[found.span.line - 1]
+def test_windows(fields: dict[str, Any], window: object, tmp_path: Path) -> None:
+    """One of all layers, or a list of each layer's."""
+    _, values, longest = load_checkpoint(folder_of(tmp_path, **{"num_key_value_heads": 1, **fields}))
+    assert (values["sliding_window"], longest) == (window, None)
+
+
+def test_a_list_of_layers_that_is_too_short(tmp_path: Path) -> None:
+    (found,) = findings(folder_of(tmp_path, **QWEN2_WINDOW, layer_types=["sliding_attention"] * 3))
+    assert found.code == "MK472" and "no list of 2 kinds of layers" in found.message
+
+
+def test_each_kind_of_layer_has_its_rotation(tmp_path: Path) -> None:
+    """Of Gemma 3, in files before and since transformers has named rotations by the kind of layer."""
+    older = {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    newer = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+    }
+    for fields in (older, {"rope_parameters": newer}):
+        _, values, _ = load_checkpoint(folder_of(tmp_path, **GEMMA3, sliding_window_pattern=2, **fields))
+        assert values["rope_theta"] == [5e3, 2e6] and values["rope_scaling"] == [None, {"rope_type": "linear", "factor": 8.0}]
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **GEMMA3, sliding_window_pattern=2, rope_theta=...))
+    assert values["rope_theta"] == [1e4, 1e6] and values["rope_scaling"] == [None, None]
+    (found,) = findings(folder_of(tmp_path, **GEMMA3, sliding_window_pattern=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+    assert found.code == "MK471" and "rope_scaling.rope_type" in found.message
+    (found,) = findings(folder_of(tmp_path, **GEMMA3, use_bidirectional_attention=True))
+    assert found.code == "MK471" and "tokens that see later ones" in found.message
+
+
+def test_scores_and_logits_of_gemma_2(tmp_path: Path) -> None:
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 16}
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma2))
+    assert (values["attn_scale"], values["attn_softcap"], values["final_softcap"]) == (0.25, 50.0, 30.0)
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **gemma2, attn_logit_softcapping=None))
+    assert values["attn_softcap"] is None and load_checkpoint(folder_of(tmp_path))[1]["attn_scale"] is None
 
 
 def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
-    _, values, rows = load_checkpoint(folder_of(tmp_path, max_position_embeddings=1024, rope_scaling={"type": "linear", "factor": 2}), None)
+    _, values, rows = load_checkpoint(folder_of(tmp_path, max_position_embeddings=1024, rope_scaling={"type": "linear", "factor": 2}))
     assert (values["head_dim"], values["num_key_value_heads"], values["tie_word_embeddings"], rows) == (64, 2, False, 1024)
     assert values["rope_scaling"] == {"rope_type": "linear", "factor": 2} and values["biases"] == []
     newer = {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_theta": ..., "attention_bias": True, "mlp_bias": True}
-    _, values, _ = load_checkpoint(folder_of(tmp_path, **newer), None)
+    _, values, _ = load_checkpoint(folder_of(tmp_path, **newer))
     assert (values["rope_theta"], values["rope_scaling"], len(values["biases"])) == (5e5, LLAMA3, 7)
 
 
 def test_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
     def rotary(**fields: Any) -> int:
-        return int(load_checkpoint(folder_of(tmp_path, head_dim=128, num_key_value_heads=1, **fields), None)[1]["rotary_dim"])
+        return int(load_checkpoint(folder_of(tmp_path, head_dim=128, num_key_value_heads=1, **fields))[1]["rotary_dim"])
 
     phi, glm = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Phi3", "Glm"))
     assert (rotary(), rotary(**phi), rotary(**glm)) == (128, 128, 64)
@@ -175,6 +208,25 @@ def test_frequencies() -> None:
     ratios = [a / b for a, b in zip(plain, scaled, strict=True)]
     assert ratios[0] == 1.0 and ratios[-1] == pytest.approx(8.0) and ratios == sorted(ratios)
     assert any(1.1 < r < 7.9 for r in ratios)
+    yarn = Rope(64, 5e5, "half", RopeScaling("yarn", 4.0, 1.0, 32.0, 8192, 1.1))
+    ratios = [a / b for a, b in zip(plain, yarn.frequencies, strict=True)]
+    assert ratios[0] == 1.0 and ratios[-1] == pytest.approx(4.0) and ratios == sorted(ratios) and yarn.amplitude == 1.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "amplitude"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.25}, 1.25),
+        ({"mscale": 0.5, "mscale_all_dim": 1.0}, (0.05 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ({"mscale": 0.5}, 0.1 * math.log(4) + 1),
+        ({"factor": 0.5}, 1.0),
+    ],
+)
+def test_what_yarn_multiplies_by(fields: dict[str, float], amplitude: float) -> None:
+    found = Collector()
+    scaling = rope_scaling(YARN | fields, found, UNKNOWN)
+    assert scaling is not None and scaling.amplitude == pytest.approx(amplitude) and (scaling.low, scaling.high) == (1.0, 32.0)
 
 
 # Weights

@@ -37,6 +37,12 @@ def transformers_logits(model: Any) -> torch.Tensor:
         return found
 
 
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Of all kinds of layers."""
+    found = config.rope_parameters
+    return [found] if "rope_theta" in found else list(found.values())
+
+
 def reference_logits(graph: Graph, folder: Path, mode: str) -> torch.Tensor:
     source = open_weights(folder)
     weights = {name: source.load(name) for name in source.shapes()}
@@ -68,7 +74,7 @@ ALONE = ("qwen2", "llama", "llama-linear", "mistral")  # what other tests build,
 def made(family: str, folder: Path) -> Compiled:
     if family in AS_THE_COMMAND_LINE:
         return compile_model(str(folder), tokens=TOKENS, max_kv=MAX_KV, blocks=cli.options.EMULATED_BLOCKS)
-    kernel, fields, _ = load_checkpoint(folder, MAX_KV)
+    kernel, fields, _ = load_checkpoint(folder)
     return compiled(kernel, fields=fields, tokens=TOKENS, max_kv=MAX_KV, configure=in_parts if family == "llama-biased" else None)
 
 
@@ -102,18 +108,22 @@ def test_logits_are_those_of_transformers(family: str, checkpoints: dict[str, Ch
     theirs = transformers_logits(model)
     exact, rounded = (reference_logits(ours.graph, folder, mode) for mode in ("fp32", "bf16"))
     assert distance(exact, theirs) < 2e-3  # transformers takes angles in fp32
-    scaled = "rope_parameters" in model.config.to_dict() and model.config.rope_parameters["rope_type"] != "default"
+    scaled = any(p.get("rope_type", "default") != "default" for p in _rotations(model.config))
     assert (distance(reference_logits(unscaled(ours.graph), folder, "fp32"), theirs) > 0.1) == scaled
     logits = Generator(ours, folder, "cpu").step(IDS, POSITIONS)
     assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "phi3"])
+WINDOWED = ("mistral-window", "phi3", "gemma2", "gemma3", "ministral", "qwen2-mixed", "qwen3-mixed")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
 def test_a_text_longer_than_the_window(family: str, checkpoints: dict[str, Checkpoint]) -> None:
     """Logits of every token are those of transformers, which sees the window at once; without the window they are others."""
     model, folder, ours = checkpoints[family].model, checkpoints[family].folder, checkpoints[family].kernel
-    _, fields, longest = load_checkpoint(folder, MAX_KV)
-    assert fields["sliding_window"] == model.config.sliding_window and longest == FAR
+    _, fields, longest = load_checkpoint(folder)
+    seen = fields["sliding_window"]
+    assert {w for w in (seen if isinstance(seen, list) else [seen]) if w} == {model.config.sliding_window} and longest == FAR
     ids = [i * 37 % 512 for i in range(45)]
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0]

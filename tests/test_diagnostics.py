@@ -124,7 +124,6 @@ ELSEWHERE: dict[str, str] = {
     "MK470": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK471": "test_checkpoint_errors.py::test_what_a_config_asks_for",
     "MK472": "test_checkpoint_errors.py::test_what_a_config_asks_for",
-    "MK473": "test_checkpoint_errors.py::test_windows",
     "MK474": "test_checkpoint_errors.py::test_weights_that_are_not_there",
     "MK475": "test_checkpoint_errors.py::test_weights_that_are_not_there",
     "MK476": "test_checkpoint_errors.py::test_weights_that_are_damaged",

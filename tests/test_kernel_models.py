@@ -74,6 +74,10 @@ MODELS = [
     ("qwen3-tiny", 16, 3),
     ("gemma-tiny", 1, 3),
     ("gemma-tiny", 5, 2),
+    ("gemma2-tiny", 1, 5),
+    ("gemma2-tiny", 16, 3),
+    ("gemma3-tiny", 1, 2),
+    ("gemma3-tiny", 4, 3),
 ]
 
 

@@ -20,7 +20,7 @@ from megadsl.lower.exchanges import kept_locally, merge_lanes
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES
-from megadsl.lower.shape import divisor_inverse, float_bits, ident, kv_strides
+from megadsl.lower.shape import ALL_ROWS, divisor_inverse, float_bits, ident, kv_strides
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
 
@@ -59,9 +59,23 @@ def fields(type_: str, name: str, lowering: Lowering | None = None) -> dict[str,
 def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> None:
     shape = state(name).shape
     assert {r.type: len(r.words) for r in shape} == {r.type: 1 if r.type == "mk::i32" else len(structs()[r.type]) for r in shape}
-    assert {r.type for r in shape} - {"mk::i32"} == structs().keys() - CUSTOM, "a struct nobody fills, or a header that is not read"
+    filled = {r.type for r in (*shape, *state("gemma2-tiny").shape) if not r.type.startswith("mk::LayerTable")}
+    assert filled - {"mk::i32"} == structs().keys() - CUSTOM - {"mk::ClusterShape"}, "a struct nobody fills, or a header that is not read"
     assert len({r.name for r in shape}) == len(shape)
     assert all(-(2**31) <= word < 2**31 for r in shape for word in r.words)
+
+
+def test_layers_that_differ_and_maps_of_rows() -> None:
+    s = state("gemma2-tiny")
+    table = next(r for r in s.shape if r.name == "windows")
+    assert table.type == "mk::LayerTable<1, 64>" and table.words == (24, ALL_ROWS, *[0] * 62)
+    groups, offset = 10, s.schedule.op("post_attention_layernorm").share_offset
+    assert fields("mk::RowMapShape", "post_attention_layernorm", s) == {
+        "features": 80,
+        "begin": 0,
+        "groups": groups,
+        "share_offset": offset,
+    }
 
 
 def test_step() -> None:

@@ -13,13 +13,14 @@ from dataclasses import replace
 from megadsl.check.accesses import Access, Event, Meet, mapped, reading, some_rows
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
+from megadsl.ir.graph import RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.ir.schedule import STAGED
 from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
 from megadsl.lower.heads import QUERY_ROWS
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import input_area, prologue_values, scratch_area, vectors
-from megadsl.lower.shape import ident
+from megadsl.lower.shape import ident, rope_tables
 from megadsl.types import ceil_div
 
 WARP_THREADS = 32
@@ -57,7 +58,7 @@ class Stream:
                 yield from handler(step)
 
     def _angles(self, step: Step, write: bool) -> Access:
-        size = self.device.tokens * self.device.plan.tunables.rope_dim * 4
+        size = rope_tables(self.device.plan.graph) * self.device.tokens * self.device.plan.tunables.rope_dim * 4
         return Access("angles", self.device.records["step"][3], size, write, step, ())
 
     def _next(self, step: Step, turn: int, write: bool) -> Access:
@@ -147,12 +148,39 @@ class Stream:
         yield from (self._copy(step, arg, False) for arg in args)
 
     def _gather_kept(self, step: Step) -> Iterator[Event]:
-        m = self.device.matrix(step.instr.op)
-        groups = self._share(str(step.instr.args["own"])) * m.fold
+        fold = self._fold(step)
+        groups = self._share(str(step.instr.args["own"])) * fold
         begin = self.words[4] + int(str(step.instr.args["index"])) * groups * self.device.tokens * UNIT_BYTES
         if groups:
-            size = groups // m.fold * self.device.tokens * UNIT_BYTES
+            size = groups // fold * self.device.tokens * UNIT_BYTES
             yield Access("kept", begin, size, True, step, self._gathered(step, step.instr.args["value"]), solo=self._one(False))
+
+    def _row_map(self, step: Step) -> Iterator[Event]:
+        op, own = self.device.op(step.instr.op), self._share(str(self.device.op(step.instr.op).out))
+        yield from self._meet(step.instr, "input")
+        yield from self._lasts(step, op.features, True)
+        yield from self._meet(step.instr, "gathered")
+        yield from self._lasts(step, op.features, False)
+        yield from (self._scalars(step, index, True) for index in range(len(op.reductions) if step.instr.body else 0))
+        yield from self._meet(step.instr, "partials")
+        yield from (replace(self._scalars(step, index, False), solo=self._one(False)) for index in range(len(op.reductions)))
+        for index, (_, ref) in enumerate(kept_values(op) if own else ()):
+            yield from self._own_rows(step, index, ref, own)
+        alone = own * self.device.tokens * 4 <= WARP_THREADS
+        yield from self._staged(step, self._out(step), own, True, self._one(alone))
+        yield from self._meet(step.instr, "end")
+
+    def _own_rows(self, step: Step, index: int, ref: ValueRef, groups: int) -> Iterator[Event]:
+        """Rows of another value that are combined with the block's own of an op: kept, or gathered for it."""
+        if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
+            yield from self._kept(step, ref.value, False, self._one(False))
+            return
+        size, holds = groups * self.device.tokens * UNIT_BYTES, self._gathered(step, ref.value)
+        yield Access("kept", self.words[4] + index * self._fold(step) * size, size, False, step, holds, solo=self._one(False))
+
+    def _fold(self, step: Step) -> int:
+        """Row groups of 8 that become one of features."""
+        return 1 if isinstance(self.device.op(step.instr.op), RowMap) else self.device.matrix(step.instr.op).fold
 
     def _matrix(self, step: Step) -> Iterator[Event]:
         m, batch = self.device.matrix(step.instr.op), self.device.plan.tunables.batch
@@ -167,7 +195,7 @@ class Stream:
                     yield from self._prologue(step, m, part * m.chunks + chunk)
                     yield from self._meet(step.instr, "gathered")
                     if not step.instr.args["lanes"]:
-                        yield from self._lasts(step, m, False)
+                        yield from self._lasts(step, m.columns, False)
                     ends = chunk + 1 == m.chunks
                     count = max(min(groups, own - start), 1)
                     for index in _shown(ceil_div(count, batch)):
@@ -224,11 +252,14 @@ class Stream:
         """Bytes of one batch's partial sums."""
         return self.device.plan.tunables.batch * self.device.warps * self.device.tokens * 8 * 4
 
-    def _lasts(self, step: Step, m: Matrix, write: bool) -> Iterator[Event]:
+    def _lasts(self, step: Step, columns: int, write: bool) -> Iterator[Event]:
         """Where last elements travel apart, they wait in the second batch's place."""
         op = self.device.op(step.instr.op)
-        if self._scaled(op.name) and self.device.exchanges[prologue_values(op)[0][1].value].wire == "Tagged":
-            size = ceil_div(m.columns, 8) * self.device.tokens * 2
+        if not isinstance(op, RowMap) and not self._scaled(op.name):
+            return
+        value = op.reduced[1].value if isinstance(op, RowMap) else prologue_values(op)[0][1].value
+        if self.device.exchanges[value].wire == "Tagged":
+            size = ceil_div(columns, 8) * self.device.tokens * 2
             yield Access("partials", self.words[2] + self._half(), size, write, step, ("lasts", op.name, step.when))
 
     def _activations(self, step: Step, m: Matrix, chunk: int, second: int, write: bool, own: bool = False) -> Access:
@@ -250,7 +281,7 @@ class Stream:
                 operand = ("activations", "second").index(str(inner.args["into"]))
                 operands = sorted({*operands, operand})
                 yield self._activations(at, m, chunk, operand, True)
-                yield from self._lasts(at, m, True)
+                yield from self._lasts(at, m.columns, True)
                 if self._scaled(step.instr.op):
                     yield from self._copies(at)
             elif inner.call == "sync":
@@ -272,16 +303,9 @@ class Stream:
         return Access("scalars", self.words[5] + index * size, size, write, step, (step.instr.op, step.when, index))
 
     def _epilogue(self, step: Step, groups: int, solo: str) -> Iterator[Event]:
-        op, m = self.device.op(step.instr.op), self.device.matrix(step.instr.op)
-        parts = {p.name for p in op.parts}
-        fused = () if op.epilogue is None else op.epilogue.args
-        size = groups * self.device.tokens * UNIT_BYTES
-        for index, ref in enumerate(ref for _, ref in fused if hasattr(ref, "value") and ref.value not in parts):
-            if f"{ident(ref.value)}_kept" in self.device.records and not self._remote(step, ref.value):
-                yield from self._kept(step, ref.value, False, self._one(False))
-            else:
-                begin = self.words[4] + index * m.fold * size
-                yield Access("kept", begin, size, False, step, self._gathered(step, ref.value), solo=self._one(False))
+        op = self.device.op(step.instr.op)
+        for index, (_, ref) in enumerate(kept_values(op)):
+            yield from self._own_rows(step, index, ref, groups)
         if step.instr.args["rope"] is not None:
             yield replace(self._angles(step, False), solo=self._one(False))
         if op.out is not None:

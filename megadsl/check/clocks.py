@@ -293,6 +293,13 @@ class Player:
         polled = self._cached(instr, polls.gather_kept)
         self.clocks.poll(step, instr, str(instr.args["value"]), step.round(), [polled])
 
+    def _row_map(self, step: Step) -> None:
+        instr = step.instr
+        self._barrier(instr, "input")
+        self._gather(step, self._cached(instr, polls.row_map))
+        self._barrier(instr, "gathered", "partials")
+        self._barrier(instr, "end")
+
     def _matrix(self, step: Step) -> None:
         instr = step.instr
         for turn, (mask, gathers) in enumerate(self._cached(instr, polls.matrix)):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
-from megadsl.lower.shape import CHUNK_ROWS, ident, input_name
+from megadsl.lower.shape import ALL_ROWS, CHUNK_ROWS, WINDOWS, ident, input_name, layer_room, windowed
 from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
@@ -66,7 +66,11 @@ class Heads:
     rows: int
     merge_groups: int
     merge_offset: int
-    window: int  # rows that a token sees; 0 for all
+    windows: tuple[int, ...]  # rows that a token sees, 0 for all: of all layers, or of each
+
+    def window(self, layer: int) -> int:
+        """Of one layer."""
+        return self.windows[layer if len(self.windows) > 1 else 0]
 
     @property
     def units(self) -> int:
@@ -145,7 +149,15 @@ class Device:
 
     def heads(self, op: str) -> Heads:
         w, m = self.records[ident(op)], self.records[f"{ident(op)}_merge"]
-        return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1], self.op(op).window or 0)
+        return Heads(w[3], w[4], (w[5], w[6], w[7]), w[9], w[10], w[11], w[12], m[0], m[1], self.windows(op))
+
+    def windows(self, op: str) -> tuple[int, ...]:
+        """What a kernel compares with: the number that is compiled in, or the table of layers."""
+        by_layer = [a.name for a in windowed(self.plan.graph)]
+        if op not in by_layer:
+            return (int(self.op(op).window or 0),)
+        row = self.records[WINDOWS][by_layer.index(op) * layer_room(self.plan.graph) :]
+        return tuple(0 if word == ALL_ROWS else word for word in row[: self.plan.graph.layers])
 
     def cluster(self, op: str) -> Cluster | None:
         """Where an attention adds its splits within a cluster of blocks."""

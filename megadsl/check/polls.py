@@ -46,6 +46,16 @@ def custom(device: Device, instr: Instr) -> list[tuple[Instr, Bools]]:
     return found
 
 
+def row_map(device: Device, instr: Instr) -> list[tuple[Instr, Bools]]:
+    """mk::reduce_value: the owners of all features, and of a whole value every block."""
+    found = []
+    for inner in prologue_gathers(instr):
+        e, polled = device.exchanges[str(inner.args["value"])], np.zeros((device.blocks, device.blocks), dtype=np.bool_)
+        polled[:, device.owners(e, int(str(inner.args["begin"])), int(str(inner.args["features"])))] = True
+        found.append((inner, _with_idle(device, e, inner, polled)))
+    return found
+
+
 def gather_kept(device: Device, instr: Instr) -> Bools:
     """mk::gather_kept: the owners of the rows that the block owns of the op's value."""
     e, own = device.exchanges[str(instr.args["value"])], device.exchanges[str(instr.args["own"])]
@@ -106,7 +116,7 @@ def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:
 def reads_ancestors(device: Device, op: str) -> Bools:
     """Blocks that read the ancestor masks in some unit: for this step's own rows, and with a window for what each token sees."""
     heads = device.heads(op)
-    return np.arange(device.blocks) < heads.units if heads.window and device.tokens > 1 else fresh_units(device, op)
+    return np.arange(device.blocks) < heads.units if any(heads.windows) and device.tokens > 1 else fresh_units(device, op)
 
 
 def fresh_units(device: Device, op: str) -> Bools:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TypeAlias
 
 from megadsl.check.memory import block_kinds
@@ -105,6 +106,7 @@ class Block:
     block: int
     kv_len: int
     turns: int = 1
+    layer: int = 0  # of the model, where the layers that are played begin
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
@@ -145,12 +147,12 @@ class Block:
         """How many of these runs are held: one, or none where the block has no tiles."""
         return min(1, len(self.tiles(op, loader=False))) if self.device.held(op) else 0
 
-    def chunk_stages(self, op: str, ring: str, turn: int) -> Iterator[tuple[tuple[object, ...], int]]:
+    def chunk_stages(self, op: str, ring: str, step: Step) -> Iterator[tuple[tuple[object, ...], int]]:
         """(unit and pass, stages) of an attention's cached rows in a step of the launch."""
-        rows = self.kv_len + (self.device.tokens + turn - 1 if turn else 0)
+        rows = self.kv_len + (self.device.tokens + step.turn - 1 if step.turn else 0)
         heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
         for unit in range(self.block, heads.units, self.device.blocks):
-            _, begin, end, _ = attention_unit(heads.splits, unit, rows, heads.window)
+            _, begin, end, _ = attention_unit(heads.splits, unit, rows, heads.window(self.layer + (step.layer or 0)))
             for turn in range(heads.passes(self.device.warps)):
                 if end > begin:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
@@ -172,7 +174,7 @@ class Block:
                     runs = self.tiles(op, loader=True)
                     yield from (Fill((op, layer, run), self.stages(op, run[1], loader=True), step) for run in runs)
                 case "load_cache":
-                    yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role, step.turn))
+                    yield from (Fill((op, layer, *of), n, step) for of, n in self.chunk_stages(op, program.role, step))
 
     def consumer(self, layers: int) -> Iterator[Action]:
         for step in self.device.steps(self.device.consumer, layers, turns=self.turns):
@@ -194,7 +196,7 @@ class Block:
                         yield Take(str(step.instr.args["ring"]), fill, 1, keep=self.device.direct(op))
                 case "attention":
                     ring = str(step.instr.args["ring"])
-                    yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring, step.turn))
+                    yield from (Take(ring, Fill((op, layer, *of), n, step), 1) for of, n in self.chunk_stages(op, ring, step))
                 case "custom":
                     yield from self._vectors(step)
 
@@ -392,18 +394,26 @@ def kv_lengths(device: Device) -> list[int]:
     ring_bytes = max(r.stages * r.stage_bytes for _, r in device.plan.schedule.rings)
     rows = max((ring_bytes // (op.cache_dim * 4) for op in device.ops[1]), default=0)
     full = min(most, LAPS * rows * splits)
-    windows = {device.heads(op.name).window for op in device.ops[1]} - {0}
+    windows = {window for op in device.ops[1] for window in device.heads(op.name).windows} - {0}
     near = [window + more for window in windows for more in (-1, 0, 1, CHUNK_ROWS)]
     return sorted({k for k in (0, 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS * (splits + 1) + 3, full, *near) if k <= most})
+
+
+def first_layers(device: Device, played: int) -> list[int]:
+    """Layers of the model at which a play of ``played`` layers may begin: one for each sequence of windows that follow each other."""
+    windows = [device.heads(op.name) for op in device.ops[1]]
+    starts = range(max(1, device.plan.graph.layers - played + 1))
+    seen = {tuple(h.window(layer) for layer in range(at, at + played) for h in windows): at for at in reversed(starts)}
+    return sorted(seen.values())
 
 
 def check_rings(device: Device, findings: Findings) -> list[str]:
     """Arrivals, sizes, order and progress of every ring."""
     _sizes(device, findings)
     lengths, kinds, count = kv_lengths(device), block_kinds(device), 0
-    for block in kinds:
-        for kv_len in lengths:
-            count += _Play(Block(device, block, kv_len, device.turns(TURNS)), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
+    layers = min(LAYERS, max(1, device.plan.graph.layers))
+    for block, kv_len, layer in product(kinds, lengths, first_layers(device, layers)):
+        count += _Play(Block(device, block, kv_len, device.turns(TURNS), layer), layers, findings).run()
     rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
     filled = "one lane asks for a stage, whose barrier counts its bytes"
     if device.plan.tunables.copies == "lanes":

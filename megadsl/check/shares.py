@@ -17,7 +17,7 @@ from megadsl.lower.exchanges import ASYNC, PART_BYTES, row_vectors, vectors_for
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.shape import CHUNK_ROWS, ident
 from megadsl.lower.tiling import GROUP_ROWS, tiling
-from megadsl.types import ceil_div
+from megadsl.types import at_layer, ceil_div
 
 COVER = declare("MK530", "{what} of {op!r}: {wrong}", "split the op with one function and the same numbers wherever it is split")
 MISMATCH = declare(
@@ -119,11 +119,12 @@ def _mismatch(instr: Instr, e: Exchange, mine: tuple[int, int], findings: Findin
 def _attention(device: Device, op: Attention, findings: Findings) -> None:
     heads, parts = device.heads(op.name), device.exchanges[f"{op.name}.parts"]
     rows = op.heads // op.kv_heads * device.tokens
-    mine = (heads.kv_heads, heads.rows, heads.merge_groups, heads.units)
-    theirs = (op.kv_heads, rows, op.heads * op.head_dim // GROUP_ROWS, parts.owners)
+    windows = tuple(at_layer(op.window, layer) or 0 for layer in range(len(heads.windows)))
+    mine = (heads.kv_heads, heads.rows, heads.merge_groups, heads.units, heads.windows)
+    theirs = (op.kv_heads, rows, op.heads * op.head_dim // GROUP_ROWS, parts.owners, windows)
     if mine != theirs:
         sides = [("kernel", [str(mine)]), ("spec and exchange", [str(theirs)])]
-        wrong = f"(KV heads, query rows, merged groups, units) are {mine}, they should be {theirs}"
+        wrong = f"(KV heads, query rows, merged groups, units, windows) are {mine}, they should be {theirs}"
         findings.add(COVER, op.span, sides, op=op.name, what="units", wrong=wrong)
     _split(device, op.name, "merged groups", heads.merge_groups, heads.merge_offset, findings, device.sharers(op.name))
     sent = rows * row_vectors(op.head_dim) if parts.wire != ASYNC else rows * op.head_dim // GROUP_ROWS * PART_BYTES // 16
@@ -208,23 +209,27 @@ def _arena(device: Device, findings: Findings) -> None:
         findings.add(ARENA, e.span, [(e.name, [f"up to {taken[-1][1]}"])], op=e.name, value=e.name, other="the end of the arena")
 
 
-def _lengths(splits: int, most: int) -> list[int]:
-    """Numbers of chunks that show all there are: the first ones and the last ones. mk::attention_unit splits them evenly, so that so
-    many chunks more as there are splits give each split one more and change nothing else."""
-    shown = 4 * splits
-    return list(range(most + 1)) if most <= 2 * shown else [*range(shown), *range(most + 1 - shown, most + 1)]
+def _lengths(splits: int, max_kv: int, window: int) -> list[int]:
+    """Cached rows that show all there are. Of whole chunks the first ones and the last ones: mk::attention_unit splits them evenly, so
+    that so many chunks more as there are splits give each split one more and change nothing else. About a window's end each row."""
+    shown, most = 4 * splits, ceil_div(max_kv, CHUNK_ROWS)
+    chunks = range(most + 1) if most <= 2 * shown else [*range(shown), *range(most + 1 - shown, most + 1)]
+    near = range(max(0, window - 2 * CHUNK_ROWS), window + 2 * CHUNK_ROWS) if window else ()
+    # the newest row goes to the last, incomplete chunk
+    return sorted({max(0, n * CHUNK_ROWS - 1) for n in chunks} | {rows for rows in near if rows < max_kv})
 
 
 def _rows(device: Device, findings: Findings) -> int:
-    """Cache lengths checked. The split depends on the number of chunks alone."""
+    """Cache lengths checked. The split depends on the number of chunks and the window alone."""
     count = 0
-    for op in device.ops[1]:
-        heads = device.heads(op.name)
-        for chunks in _lengths(heads.splits, ceil_div(device.plan.schedule.max_kv, CHUNK_ROWS)):
-            count += 1
-            kv_len = max(0, chunks * CHUNK_ROWS - 1)  # the newest row goes to the last, incomplete chunk
-            units = [attention_unit(heads.splits, unit, kv_len, heads.window) for unit in range(heads.splits)]
-            first = max(0, kv_len + 1 - heads.window) if heads.window else 0  # that the step's first token sees: others see less
+    for op, heads in ((op, device.heads(op.name)) for op in device.ops[1]):
+        cases = [
+            (n, window) for window in dict.fromkeys(heads.windows) for n in _lengths(heads.splits, device.plan.schedule.max_kv, window)
+        ]
+        count += len(cases)
+        for kv_len, window in cases:
+            units = [attention_unit(heads.splits, unit, kv_len, window) for unit in range(heads.splits)]
+            chunks, first = ceil_div(kv_len, CHUNK_ROWS), max(0, kv_len + 1 - window) if window else 0  # that the step's first token sees
             ends = [first // CHUNK_ROWS, *(u[2] for u in units)]
             if [u[1] for u in units] != ends[:-1] or ends[-1] != chunks:
                 wrong = f"chunks {ends[0]} to {chunks} are split into {[(u[1], u[2]) for u in units]}"

@@ -25,7 +25,7 @@ from megadsl.dsl.overrides import (
     SetSplit,
     SetSync,
 )
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
@@ -52,12 +52,12 @@ _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
     "splits": (lambda op: isinstance(op, Attention), "KV range to split", "split(kv=...)", "attention ops"),
     "merge": (lambda op: isinstance(op, Attention), "splits to add", "merge(...)", "attention ops"),
     "residual": (
-        lambda op: isinstance(op, Linear) and bool(kept_values(op)),
+        lambda op: isinstance(op, Linear | RowMap) and bool(kept_values(op)),
         "rows of another op to add",
         "residual(...)",
-        "linears that add to their rows",
+        "linears that add to their rows, and maps of rows",
     ),
-    "pause": (lambda op: not isinstance(op, Embed | Custom), "input to poll", "poll(...)", "linears and attention"),
+    "pause": (lambda op: isinstance(op, Linear | Attention), "input to poll", "poll(...)", "linears and attention"),
     "publish": (
         lambda op: not isinstance(op, Embed) and op.out is not None,
         "results of its own to send",

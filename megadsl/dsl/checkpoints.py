@@ -24,13 +24,6 @@ OPTION = declare("MK471", "config.json: {key} = {value}, and {missing}", "{mend}
 FIELD = declare(
     "MK472", "config.json: {key} = {value} is no {kind}", "copy config.json again from where the model was published, or set {key} there"
 )
-WINDOW = declare(
-    "MK473",
-    "config.json: {key}: some layers see a window of {window} tokens and some see all, which is missing, and a context of {rows} tokens"
-    " is longer than the window",
-    "ask for a context of at most {window} tokens: --max-kv {window}",
-)
-
 CONFIG = "config.json"
 LARGE_HIDDEN = 2048  # from this hidden size on, the schedule for large shapes is faster (docs/performance.md)
 
@@ -45,7 +38,9 @@ class Architecture:
 
     ``spec``: a file in models/; ``kernel`` and ``large``: its kernels for small and large shapes. ``defaults``: values of keys that its
     config.json may lack. ``biases``: the projections that have one if a key of config.json is true; under "" those that always have.
-    ``windows``: it may attend over a sliding window. ``rotated``: the part of a head that is rotated where config.json does not say; None
+    ``windows``: "all" where every layer attends over the sliding window, if there is one; "typed" where it depends on the kind of the
+    layer; "" for none. ``thetas``: of layers that do and of those that do not, where they are rotated
+    differently. ``rotated``: the part of a head that is rotated where config.json does not say; None
     where it is always whole. ``style``: of the rotation. ``head_dims``: what heads it may have, None for
     all that there are. ``activations``: names that mean something else here than elsewhere. ``scales``: embeddings are multiplied by the
     root of the hidden size. ``fused``: tensors of the files that are several of the spec's weights, stacked.
@@ -56,7 +51,8 @@ class Architecture:
     large: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    windows: bool = False
+    windows: str = ""
+    thetas: tuple[float, float] | None = None
     rotated: float | None = None
     style: str = "half"
     head_dims: tuple[int, ...] | None = None
@@ -65,14 +61,31 @@ class Architecture:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+_GEMMA2: dict[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+
 # One entry for each architecture, under the name that config.json gives it.
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama.py", "decode_step", "large", biases={"attention_bias": (*QKV, *OUT), "mlp_bias": MLP}),
     "MistralForCausalLM": Architecture(
-        "llama.py", "decode_step", "large", {"num_key_value_heads": 8, "sliding_window": 4096}, windows=True
+        "llama.py", "decode_step", "large", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="all"
+    ),
+    "MinistralForCausalLM": Architecture(
+        "llama.py", "decode_step", "large", {"num_key_value_heads": 8, "sliding_window": 4096}, windows="typed"
     ),
     "Qwen2ForCausalLM": Architecture(
-        "llama.py", "decode_step", "large", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, {"": QKV}, True
+        "llama.py",
+        "decode_step",
+        "large",
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        {"": QKV},
+        "typed",
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3.py",
@@ -80,7 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "decode_step",
         {"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
         {"attention_bias": (*QKV, *OUT)},
-        True,
+        "typed",
         head_dims=MAPPED_DIMS,
     ),
     "GemmaForCausalLM": Architecture(
@@ -92,7 +105,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         activations={"gelu": "gelu_tanh"},  # what the first config.json of Gemma say, and do not mean
         scales=True,
     ),
-    "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows=True, rotated=1.0, fused=FUSED),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2.py",
+        "decode_step",
+        "decode_step",
+        {**_GEMMA2, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {"attention_bias": (*QKV, *OUT)},
+        windows="typed",
+        scales=True,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma2.py",
+        "gemma3",
+        "gemma3",
+        {**_GEMMA2, "sliding_window_pattern": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attention_bias": (*QKV, *OUT)},
+        windows="typed",
+        thetas=(10_000.0, 1_000_000.0),
+        head_dims=MAPPED_DIMS,
+        scales=True,
+    ),
+    "Phi3ForCausalLM": Architecture("llama.py", "decode_step", "large", {"rms_norm_eps": 1e-5}, windows="all", rotated=1.0, fused=FUSED),
     "GlmForCausalLM": Architecture(
         "llama.py",
         "decode_step",
@@ -107,15 +140,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # What the spec of an architecture would need and does not have, by the key of config.json that it goes by, if there is one.
 MISSING = {
-    "Gemma2ForCausalLM": {
-        "architectures": "norms behind the attention and behind the MLP",
-        "layer_types": "layers that see a window between layers that see all",
-    },
-    "Gemma3ForCausalLM": {
-        "architectures": "norms behind the attention and behind the MLP",
-        "rope_parameters": "a rotation of its own for layers that see a window",
-        "layer_types": "layers that see a window between layers that see all",
-    },
     "MixtralForCausalLM": {"num_local_experts": "a choice of experts"},
     "Qwen2MoeForCausalLM": {"num_experts": "a choice of experts"},
     "Qwen3MoeForCausalLM": {"num_experts": "a choice of experts"},
@@ -131,8 +155,9 @@ MISSING = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_TRAINED, _TRAINED_ON = ("llama3", "yarn"), "original_max_position_embeddings"  # by default the longest context
 _DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 
 
 def is_checkpoint(model: str) -> bool:
@@ -140,11 +165,11 @@ def is_checkpoint(model: str) -> bool:
     return Path(model).is_dir() and model not in models()
 
 
-def load_checkpoint(folder: Path, max_kv: int | None, config: Path | None = None) -> tuple[Kernel, dict[str, Any], int | None]:
+def load_checkpoint(folder: Path, config: Path | None = None) -> tuple[Kernel, dict[str, Any], int | None]:
     """The kernel that runs the checkpoint in ``folder``, its configuration, and the longest context that makes sense by default.
 
-    ``config`` stands in for the folder's config.json; ``max_kv`` is the context asked for. Raises everything that is missing at once:
-    MK252, MK253 and MK470 to MK473; MK181 and MK185 when config.json cannot be read.
+    ``config`` stands in for the folder's config.json. Raises everything that is missing at once:
+    MK252, MK253 and MK470 to MK472; MK181 and MK185 when config.json cannot be read.
     """
     path = config or folder / CONFIG
     raw = read_json(path)
@@ -152,14 +177,11 @@ def load_checkpoint(folder: Path, max_kv: int | None, config: Path | None = None
         reader = _Reader(raw, path, found)
         known = reader.architecture()
         values = reader.values(known)
-        window, key = reader.window(known)
-        if window is not None and key is not None and max_kv is not None and max_kv > window:
-            found.add(WINDOW, reader.span(key), window=window, rows=max_kv, key=key)
+        values["sliding_window"] = reader.window(known)
     assert known is not None, "an architecture that is not known is a finding"
     kernel = known.large if values["hidden_size"] >= LARGE_HIDDEN else known.kernel
-    values["sliding_window"] = window if key is None else None
-    rows = [n for n in (window if key else None, raw.get("max_position_embeddings")) if isinstance(n, int) and n > 0]
-    return kernel_in(resources.models() / known.spec, kernel), values, min(rows, default=None)
+    longest = raw.get("max_position_embeddings")
+    return kernel_in(resources.models() / known.spec, kernel), values, longest if isinstance(longest, int) and longest > 0 else None
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
@@ -167,14 +189,48 @@ def raw_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
-def rope_fields(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """theta and scaling in a config.json of any age; the scaling is None when there is none."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def rope_fields(raw: Mapping[str, Any]) -> tuple[Any, Any]:
+    """theta and scaling in a config.json of any age; the scaling is None when there is none. Lists, a value for each layer, of an
+    architecture that rotates layers with a window in another way."""
+    known, rope = architecture_of(raw), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if known is None or known.thetas is None:
+        return _rotation(raw, rope, raw.get("rope_theta", 10000.0))
+    named = isinstance(rope, Mapping) and {_FULL, _SLIDING} & rope.keys()
+    nested = {kind: rope.get(kind) or {} for kind in (_FULL, _SLIDING)} if named else {}
+    sliding, full = known.thetas
+    by_kind = {
+        _FULL: _rotation(raw, nested.get(_FULL, rope), raw.get("rope_theta", full)),
+        _SLIDING: _rotation(raw, nested.get(_SLIDING, {}), raw.get("rope_local_base_freq", sliding)),
+    }
+    found = [by_kind.get(kind, by_kind[_FULL]) for kind in layer_types(raw)]
+    return [theta for theta, _ in found], [scaling for _, scaling in found]
+
+
+def _rotation(raw: Mapping[str, Any], rope: Any, theta: Any) -> tuple[Any, Mapping[str, Any] | None]:
+    """theta and scaling in a record of a config.json, or where it is none, that of the kind it names."""
     rope = rope if isinstance(rope, Mapping) else {"rope_type": rope}
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type"))
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type", "rope_type")}
-    return theta, None if kind in UNSCALED else {"rope_type": kind, **scaling}
+    if kind in _TRAINED:
+        trained = scaling.get(_TRAINED_ON) or raw.get(_TRAINED_ON) or raw.get("max_position_embeddings")
+        scaling = {**scaling, _TRAINED_ON: trained}
+    return rope.get("rope_theta", theta), None if kind in UNSCALED else {"rope_type": kind, **scaling}
+
+
+def layer_types(raw: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer."""
+    known = architecture_of(raw)
+    got = {**(known.defaults if known else {}), **raw}
+    if known is not None and known.windows == "all":
+        got = {k: v for k, v in got.items() if k not in ("layer_types", "sliding_window_pattern", "max_window_layers")}
+    types, pattern, first = (got.get(key) for key in ("layer_types", "sliding_window_pattern", "max_window_layers"))
+    layers = got.get("num_hidden_layers")
+    if isinstance(types, list) and types:
+        return [str(kind) for kind in types]
+    numbers = range(layers if isinstance(layers, int) else 0)
+    if isinstance(pattern, int) and pattern > 0:
+        return [_SLIDING if (i + 1) % pattern else _FULL for i in numbers]
+    return [_SLIDING if not isinstance(first, int) or i >= first else _FULL for i in numbers]
 
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture | None:
@@ -245,7 +301,7 @@ class _Reader:
         got = {**defaults, **self._raw}
         got["hidden_act"] = got.get("hidden_activation") or got["hidden_act"]
         self._options(got)
-        theta, scaling = self._rope(known)
+        thetas, scaling = self._rope(known)
         if known is None:
             return {}
         sizes = {key: self._size(key, got.get(key)) for key in _SIZES}
@@ -261,30 +317,38 @@ class _Reader:
             "head_dim": head_dim,
             "num_key_value_heads": self._size("num_key_value_heads", kv_heads),
             "rms_norm_eps": self._number("rms_norm_eps", got["rms_norm_eps"]),
-            "rope_theta": self._number("rope_theta", theta),
+            "rope_theta": thetas,
             "rope_scaling": scaling,
             "rope_style": known.style,
             "rotary_dim": self._rotary(head_dim),
             "tie_word_embeddings": bool(got["tie_word_embeddings"]),
             "activation": {**ACTIVATIONS, **known.activations}.get(got["hidden_act"], "silu"),
             "embed_scale": _bf16(sizes["hidden_size"] ** 0.5) if known.scales else None,
+            **self._scores(got),
             "biases": [name for key, names in known.biases.items() if not key or got.get(key) for name in names],
         }
 
-    def window(self, known: Architecture | None) -> tuple[int | None, str | None]:
-        """Tokens that a token sees, itself included (None for all), and the key that says that some layers see all the same."""
+    def _scores(self, got: Mapping[str, Any]) -> dict[str, float | None]:
+        """What becomes of an attention's scores and of the logits; of architectures that say nothing of it, nothing unusual."""
+        keys = {"query_pre_attn_scalar": "attn_scale", "attn_logit_softcapping": "attn_softcap", "final_logit_softcapping": "final_softcap"}
+        found = {name: self._number(key, got[key]) for key, name in keys.items() if got.get(key) is not None}
+        if "attn_scale" in found:
+            found["attn_scale"] **= -0.5
+        return {name: found.get(name) for name in keys.values()}
+
+    def window(self, known: Architecture | None) -> int | list[int | None] | None:
+        """Tokens that a token sees, itself included, None for all; a list where layers differ."""
         if known is None or not known.windows:
-            return None, None
+            return None
         got = {**known.defaults, **self._raw}
         if not got.get("use_sliding_window", True) or got.get("sliding_window") is None:
-            return None, None
-        types, first, layers = got.get("layer_types"), got.get("max_window_layers", 0), got.get("num_hidden_layers")
-        if types:
-            slides, mixed = "sliding_attention" in types, "layer_types" if "full_attention" in types else None
-        else:
-            slides = not (isinstance(first, int) and isinstance(layers, int)) or first < layers
-            mixed = "max_window_layers" if first else None
-        return (self._size("sliding_window", got["sliding_window"]), mixed) if slides else (None, None)
+            return None
+        size, types = self._size("sliding_window", got["sliding_window"]), layer_types(self._raw)
+        layers = got.get("num_hidden_layers")
+        if len(types) != layers:
+            self._found.add(FIELD, self.span("layer_types"), key="layer_types", value=repr(types), kind=f"list of {layers} kinds of layers")
+        windows = [size if kind == _SLIDING else None for kind in types]
+        return windows if len(set(windows)) > 1 else next(iter(windows), None)
 
     def _options(self, got: Mapping[str, Any]) -> None:
         """What would change the results and is not there."""
@@ -296,26 +360,33 @@ class _Reader:
             method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
             self._refuse("quantization_config", method, "quantised weights are not read", "give the checkpoint in bf16, fp16 or fp32")
         types = got.get("layer_types")
-        if other := sorted({str(t) for t in types} - set(_LAYER_TYPES)) if isinstance(types, list) else []:
-            self._refuse("layer_types", other, "layers of this kind are missing", f"give a checkpoint whose layers are {_LAYER_TYPES[0]}")
+        if other := sorted({str(t) for t in types} - {_FULL, _SLIDING}) if isinstance(types, list) else []:
+            mend = f"give a checkpoint whose layers are {_FULL} or {_SLIDING}"
+            self._refuse("layer_types", other, "layers of this kind are missing", mend)
+        if got.get("use_bidirectional_attention"):
+            self._refuse("use_bidirectional_attention", True, "tokens that see later ones are missing", "give a checkpoint without")
 
-    def _rope(self, known: Architecture | None) -> tuple[float, Mapping[str, Any] | None]:
+    def _rope(self, known: Architecture | None) -> tuple[Any, Any]:
         theta, scaling = rope_fields(self._raw)
-        key = "rope_parameters" if self._raw.get("rope_parameters") else "rope_scaling"
         factor = rotated_part(self._raw)
         if known is not None and known.rotated is None and factor != 1.0:
             missing = "this architecture rotates whole heads"
             self._refuse("partial_rotary_factor", factor, missing, "give a checkpoint without it, or set it to 1.0")
-        if scaling is None:
-            return theta, None
+        if isinstance(scaling, list):
+            kinds = [one for i, one in enumerate(scaling) if one not in scaling[:i]]
+            fine = [one for one in kinds if one is None or self._scales(one)]
+            return [self._number("rope_theta", one) for one in theta], [one if one in fine else None for one in scaling]
+        return self._number("rope_theta", theta), scaling if scaling is not None and self._scales(scaling) else None
+
+    def _scales(self, scaling: Mapping[str, Any]) -> bool:
+        """Whether the scaling is one that there is."""
+        key = "rope_parameters" if self._raw.get("rope_parameters") else "rope_scaling"
         if scaling["rope_type"] not in SCALINGS:
-            missing, mend = (
-                "this scaling of the rotary frequencies is missing",
-                f"give a checkpoint with one of: none, {', '.join(SCALINGS)}",
-            )
+            missing = "this scaling of the rotary frequencies is missing"
+            mend = f"give a checkpoint with one of: none, {', '.join(SCALINGS)}"
             self._refuse(f"{key}.rope_type", scaling["rope_type"], missing, mend, line=key)
-            return theta, None
-        return theta, scaling if rope_scaling(scaling, self._found, self.span(key)) else None
+            return False
+        return rope_scaling(scaling, self._found, self.span(key)) is not None
 
     def _rotary(self, head_dim: int) -> int:
         """Features of a head that are rotated."""

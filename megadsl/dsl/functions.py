@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, overload
+from typing import TypeAlias, TypeVar, cast, overload
 
 from megadsl.diagnostics import declare
 from megadsl.dsl.loop import Layers
@@ -14,7 +14,9 @@ from megadsl.expr import parse
 from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.ops.rope import rope_scaling
 from megadsl.source import caller_span
-from megadsl.types import DType, Lifetime
+from megadsl.types import DType, Lifetime, PerLayer
+
+T = TypeVar("T")
 
 TOKENS_RANGE = declare(
     "MK102", "tokens = {tokens!r} is out of range", "a launch takes 1 to {most} new tokens; feed a longer prompt in chunks"
@@ -121,27 +123,40 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, *, head_dim: int | None = None) -
     return tracer.map(name, expr, operands, span) if head_dim is None else tracer.head_map(name, expr, operands, head_dim, span)
 
 
+def per_layer(value: T | Sequence[T]) -> T | PerLayer[T]:
+    """What may differ from layer to layer: ``window=`` of mk.attention, ``theta=`` and ``scaling=`` of mk.rope.
+
+    A list or tuple has a value for each layer of the loop, in order: with ``window=mk.per_layer([512, 512, None])`` the last of three
+    layers sees all rows. Anything else is every layer's. The body of the loop is traced once; the kernel reads each layer's number as it
+    goes. MK256, where it is used, for a list that is not as long as mk.layers.
+    """
+    return PerLayer(tuple(value)) if isinstance(value, list | tuple) else cast(T, value)
+
+
 def rope(
     q: Tensor,
     k: Tensor,
     *,
     head_dim: int,
-    theta: float,
+    theta: float | PerLayer[float],
     style: str = "half",
-    scaling: Mapping[str, object] | None = None,
+    scaling: Mapping[str, object] | PerLayer[Mapping[str, object] | None] | None = None,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q and k (tokens, heads * head_dim) rotated by their positions, angles ``position * theta ** (-2 i / R)``.
 
     Of each head the first R = ``rotary_dim`` features are rotated, a multiple of 8, by default all. style "half" pairs features i and
     i + R / 2, "interleaved" 2i and 2i + 1. ``scaling`` stretches the frequencies; it is what a
-    config.json has as rope_scaling: rope_type "linear" with factor, or "llama3" with factor, low_freq_factor, high_freq_factor and
-    original_max_position_embeddings. MK118 unknown style, MK119 features that are no whole heads, MK222 theta, MK120 unsupported
-    head_dim, MK255 for rotary_dim, MK252 and MK253 for the scaling.
+    config.json has as rope_scaling: rope_type "linear" with factor, "llama3" with factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings, or "yarn" with factor, original_max_position_embeddings, and as they are given beta_fast, beta_slow,
+    attention_factor, mscale, mscale_all_dim and truncate. MK118 unknown style, MK119 features that are no whole heads, MK222 theta,
+    MK120 unsupported head_dim, MK255 for rotary_dim, MK252 and MK253 for the scaling. ``theta`` and ``scaling`` may be mk.per_layer(...).
     """
     tracer, span = current("rope"), caller_span()
-    attrs: dict[str, object] = {"head_dim": head_dim, "theta": tracer.number("theta", theta, span, above=0), "style": style}
-    if (scaled := rope_scaling(scaling, tracer.found, span)) is not None:
+    thetas = tracer.each_layer("theta", theta, span, lambda one: tracer.number("theta", one, span, above=0))
+    attrs: dict[str, object] = {"head_dim": head_dim, "theta": thetas, "style": style}
+    scaled = tracer.each_layer("scaling", scaling, span, lambda one: rope_scaling(one, tracer.found, span))
+    if scaled is not None:
         attrs["scaling"] = scaled
     if rotary_dim is not None:
         attrs["rotary_dim"] = rotary_dim
@@ -156,16 +171,16 @@ def attention(
     *,
     heads: int,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | PerLayer[int | None] | None = None,
     softcap: float | None = None,
     name: str = "attention",
 ) -> Tensor:
     """Causal grouped-query attention over the cached rows and this step's: (tokens, heads * head_dim) to the same shape.
 
     ``scale`` defaults to head_dim ** -0.5. Query head h reads KV head h // (heads / kv_heads). With ``window`` each token sees the newest
-    so many rows, its own included; of the cached rows only those are read. With ``softcap`` a scaled score s counts as
-    softcap * tanh(s / softcap). MK120 head_dim, MK122 features of q, MK123 ratio, MK222 scale and softcap, MK104 window, MK254 a window
-    shorter than a step, MK149 when kv is no cache that was appended to.
+    so many rows, its own included; of the cached rows only those are read. mk.per_layer(...) gives each layer its own. With ``softcap`` a
+    scaled score s counts as softcap * tanh(s / softcap). MK120 head_dim, MK122 features of q, MK123 ratio, MK222 scale and softcap, MK104
+    window, MK254 a window shorter than a step, MK149 when kv is no cache that was appended to.
     """
     tracer, span = current("attention"), caller_span()
     if not isinstance(kv, KVCache):
@@ -173,9 +188,11 @@ def attention(
     if kv.appended is None:
         raise tracer.fail(NOT_A_CACHE, span, value=f"cache {kv.name!r}, to which nothing was appended")
     (count,) = tracer.dimensions("attention heads", heads, span)
-    attrs = {"heads": count, "scale": kv.declared.shape[1] ** -0.5 if scale is None else tracer.number("scale", scale, span)}
+    what = "attention window"
+    plain = kv.declared.shape[1] ** -0.5
+    attrs: dict[str, object] = {"heads": count, "scale": plain if scale is None else tracer.number("scale", scale, span)}
     if window is not None:
-        (attrs["window"],) = tracer.dimensions("attention window", window, span)
+        attrs["window"] = tracer.each_layer("window", window, span, lambda w: None if w is None else tracer.dimensions(what, w, span)[0])
     if softcap is not None:
         attrs["softcap"] = tracer.number("softcap", softcap, span, above=0)
     tracer.text("the name of an attention", name, '"attention"', span)

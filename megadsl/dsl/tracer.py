@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from megadsl.diagnostics import Collector, MegadslError, declare, diagnose, error
 from megadsl.dsl.naming import unique
@@ -19,7 +19,9 @@ from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.ops import outline
 from megadsl.ops.base import shape_text
 from megadsl.source import Span, caller_span
-from megadsl.types import DType, Lifetime
+from megadsl.types import DType, Lifetime, PerLayer
+
+T = TypeVar("T")
 
 NO_KERNEL = declare(
     "MK100", "mk.{what} is called outside a kernel", "call it inside a function decorated with @mk.kernel, during .trace(...)"
@@ -53,6 +55,12 @@ LAYER_WEIGHT = declare(
     "MK144",
     "{node} reads {weight!r}, which exists once per layer, outside the loop",
     "declare the weight with mk.weight, or move the op inside",
+)
+
+PER_LAYER = declare(
+    "MK256",
+    "{what} is given for {count} layers, but {where}",
+    "give mk.per_layer one value for each layer, inside mk.layers, or the one value that all layers have",
 )
 
 
@@ -107,6 +115,16 @@ class Tracer:
         wanted = f"of at least {least:g}" if least is not None else f"above {above:g}" if above is not None else "that is finite"
         self.found.add(NOT_A_NUMBER, span, what=what, value=value, range=wanted)
         return 1.0
+
+    def each_layer(self, what: str, value: object, span: Span, of: Callable[[Any], T]) -> T | PerLayer[T]:
+        """``of`` the value, or of each layer's where mk.per_layer gives them; MK256 when these are not as many as there are layers."""
+        if not isinstance(value, PerLayer):
+            return of(value)
+        layers = 0 if self.open is None else self.open.loop.count
+        if len(value.values) != layers:
+            where = f"the loop has {layers}" if layers else "the op stands outside the layer loop"
+            raise self.fail(PER_LAYER, span, what=what, count=len(value.values), where=where)
+        return PerLayer(tuple(of(v) for v in value.values)).alike()
 
     def text(self, what: str, value: object, example: str, span: Span) -> str:
         """``value``; MK223 when it is no string."""

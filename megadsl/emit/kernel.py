@@ -13,7 +13,7 @@ from jinja2.bccache import Bucket, BytecodeCache
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
-from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, Plan, Verb
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
@@ -22,9 +22,9 @@ from megadsl.lower.heads import few_rows
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
-from megadsl.lower.packing import bias_name, head_vector_name
+from megadsl.lower.packing import bias_name, head_vector_name, vector_name
 from megadsl.lower.programs import instructions
-from megadsl.lower.shape import LOG2_E, begin_name, ident, input_name
+from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.resources import templates
@@ -111,6 +111,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         **_steps(plan),
         **_attentions(plan),
         **_customs(plan),
+        **_row_maps(plan),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -147,7 +148,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "terms_cuda": lambda op, expr: to_cuda(expr, {name: f"{ident(name)}_" for name, _ in prologue_values(op)}, {}),
         "scale_cuda": _scale_cuda,
         "operand_cuda": _operand_cuda,
-        "rotates": lambda phase: any(i.args.get("rope") is not None for i in phase.body),
+        "rotates": lambda phase: any(_turns(plan, i) for i in phase.body),
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
@@ -155,12 +156,21 @@ def _helpers(plan: Plan) -> dict[str, Any]:
 
 def _attentions(plan: Plan) -> dict[str, Any]:
     """How attentions are called."""
+    by_layer = windowed(plan.graph)
+    rows = {op.name: index for index, op in enumerate(by_layer)}
     return {
         "tiling_type": lambda op: f"{_camel(op)}Tiling",
         "score_type": lambda op: f"{_camel(op)}Score",
         "capped_log2": lambda op: f"{decimal(op.softcap * LOG2_E)}f",
         "windows": any(isinstance(op, Attention) and op.window for op in plan.graph.ops),
         "reads_ahead": any(_reads_ahead(program.body) for program in plan.programs),
+        "window": lambda op: f"mk::kOfLayer | {by_layer.index(op)}" if op in by_layer else op.window or 0,
+        "layer_window": lambda name: f"u32(s.{WINDOWS}.at[{rows[name]}][layer])" if name in rows else "",
+        "layer_windows": WINDOWS if rows else "",
+        "tables": rope_tables(plan.graph),
+        "angles": "angles" if rope_tables(plan.graph) == 1 else "layer_angles",
+        "turns": lambda body: any(_turns(plan, instr) for instr in body),
+        "rope_tables": ROPE_TABLES,
         "few_rows": lambda op: few_rows(op, plan.tunables.tokens),
         "clustered": [op for op in plan.graph.ops if isinstance(op, Attention) and merges_in_cluster(op, plan.schedule)],
         "head_vectors": head_vectors,
@@ -193,6 +203,24 @@ def _param_text(value: Param) -> str:
     return f"{decimal(value)}f" if isinstance(value, float) else str(value)
 
 
+def _row_maps(plan: Plan) -> dict[str, Any]:
+    """What maps of rows are printed with."""
+    return {
+        "vector_name": vector_name,
+        "maps_rows": lambda op: isinstance(plan.graph.op(op), RowMap),
+        "poll_in_order": lambda instr: _poll_type(instr, in_order=True),
+        "row_terms": lambda op, expr: to_cuda(expr, {name: f"{ident(name)}_" for name, _ in op.fused.args}, {}),
+        "row_cuda": _row_cuda,
+    }
+
+
+def _turns(plan: Plan, instr: Instr) -> bool:
+    """Whether an instruction rotates queries and keys."""
+    op = plan.graph.op(instr.op)
+    late = isinstance(op, Attention) and bool(op.maps) and op.rope is not None
+    return (instr.call == "attention" and late) or instr.args.get("rope") is not None
+
+
 def _steps(plan: Plan) -> dict[str, Any]:
     """What a loop over the steps of a launch needs."""
     gated = any(i.call == "open_gate" for p in plan.programs for i in instructions(p.body))
@@ -203,10 +231,11 @@ def _camel(name: str) -> str:
     return "".join(word.capitalize() for word in ident(name).split("_"))
 
 
-def _poll_type(instr: Instr) -> str:
+def _poll_type(instr: Instr, *, in_order: bool = False) -> str:
+    """How a gather polls; ``in_order``: each block takes a thread's units in the order of their numbers."""
     args = instr.args
     if args["dense"]:
-        return f"mk::DensePoll<{args['units']}, {_bool(args['even'])}>"
+        return f"mk::DensePoll<{args['units']}, {_bool(args['even'])}{', false' if in_order else ''}>"
     return f"mk::Poll<{args['units']}, {args['extras']}, {_bool(args.get('whole', False))}>"
 
 
@@ -262,6 +291,13 @@ def _head_value(fused: Fused) -> str:
 
 def _head_cuda(fused: Fused, expr: Expr) -> str:
     return to_cuda(expr, {name: f"{ident(name)}_[j]" for name, _ in fused.args}, {r: f"r{i}" for i, r in enumerate(reductions(fused.expr))})
+
+
+def _row_cuda(op: RowMap) -> str:
+    """The map of one feature: ``half`` takes it from a word of two."""
+    names = {name: f"half(values{i})" for i, (name, _) in enumerate(kept_values(op))}
+    names |= {name: f"half(weights{i})" for i, (name, _) in enumerate(vectors(op))}
+    return to_cuda(op.fused.expr, names, {r: f"r{i}" for i, r in enumerate(op.reductions)})
 
 
 def _embed_cuda(op: Op) -> str:

@@ -6,6 +6,8 @@ kernels a part of it has nothing left to order. The functions here work out from
 
 from __future__ import annotations
 
+from itertools import product
+
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.ring import ROWS, Block, Fill, Gate
 from megadsl.ir.plan import Plan, Program
@@ -51,10 +53,10 @@ def copied_elsewhere_at_once(plan: Plan) -> bool:
     for op in device.ops[1]:
         heads, tokens = device.heads(op.name), device.tokens
         room = range(plan.schedule.max_kv - tokens)
-        for kv_len, new in ((kv_len, new) for kv_len in room for new in range(1, tokens + 1)):
+        for kv_len, new, window in product(room, range(1, tokens + 1), dict.fromkeys(heads.windows)):
             fresh = {row // CHUNK_ROWS for row in range(kv_len, kv_len + new)}
             for unit in range(heads.units):
-                head, begin, end, _ = attention_unit(heads.splits, unit, kv_len + new)
+                head, begin, end, _ = attention_unit(heads.splits, unit, kv_len + new, window)
                 appender = head * heads.splits + heads.splits - 1
                 if unit % device.blocks != appender % device.blocks and fresh & set(range(begin, end)):
                     return True

@@ -7,13 +7,14 @@ materialised; everything inside a fused expression stays fp32. reference/ rounds
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from megadsl.ir.custom import CustomCall
-from megadsl.ir.expr import Expr
+from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.source import Span
-from megadsl.types import round_up
+from megadsl.types import PerLayer, at_layer, round_up
 
 HEAD_PANEL = 32  # mk::kPanel
 
@@ -49,7 +50,8 @@ class RopeScaling:
     """How the frequencies of a rotation are stretched for contexts longer than those a model was first trained on.
 
     ``kind`` "linear": all divided by ``factor``. "llama3": those with fewer than ``low`` turns in ``positions`` positions are, those
-    with more than ``high`` stay, and between them goes over from one to the other, linearly in the number of turns.
+    with more than ``high`` stay, and between them goes over from one to the other, linearly in the number of turns. "yarn": the same,
+    but linearly in the number of the pair, counted from whole pairs where ``whole``; what is rotated is multiplied by ``amplitude``.
     """
 
     kind: str
@@ -57,25 +59,41 @@ class RopeScaling:
     low: float = 1.0
     high: float = 4.0
     positions: int = 8192
+    amplitude: float = 1.0
+    whole: bool = True
 
-    def scaled(self, frequency: float) -> float:
-        """What becomes of a frequency in radians per position."""
+    def stretched(self, theta: float, pairs: int) -> Iterator[float]:
+        """What becomes of the frequencies theta ** (-i / pairs), in radians per position."""
+        for i in range(pairs):
+            frequency: float = theta ** (-i / pairs)
+            kept = self._kept(frequency, i, theta, pairs)
+            yield (1 - kept) * frequency / self.factor + kept * frequency
+
+    def _kept(self, frequency: float, pair: int, theta: float, pairs: int) -> float:
+        """Which part of it stays as it is."""
         if self.kind == "linear":
-            return frequency / self.factor
-        turns = self.positions * frequency / math.tau
-        kept = min(max((turns - self.low) / (self.high - self.low), 0.0), 1.0)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+            return 0.0
+        if self.kind == "llama3":
+            turns = self.positions * frequency / math.tau
+            return min(max((turns - self.low) / (self.high - self.low), 0.0), 1.0)
+        # the pairs, as real numbers, that turn so often
+        first, last = (pairs * math.log(self.positions / (turns * math.tau)) / math.log(theta) for turns in (self.high, self.low))
+        if self.whole:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        return 1.0 - min(max((pair - first) / (last - first or 0.001), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding of heads of ``head_dim`` features, of which the first R = ``rotary_dim`` are rotated; ``style`` is "half" (pairs
-    i, i + R/2) or "interleaved" (pairs 2i, 2i + 1). Angles are position * frequencies[i]."""
+    i, i + R/2) or "interleaved" (pairs 2i, 2i + 1). Angles are position * frequencies[i]. ``theta`` and ``scaling`` may differ from layer
+    to layer: ``tables`` are the rotations there are."""
 
     head_dim: int
-    theta: float
+    theta: float | PerLayer[float]
     style: str
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | PerLayer[RopeScaling | None] | None = None
     rotary_dim: int = 0  # 0 for all: __post_init__ puts head_dim there
 
     def __post_init__(self) -> None:
@@ -86,11 +104,35 @@ class Rope:
         """So many of a head's first features are packed pair by pair, rather than in their own order."""
         return self.rotary_dim if self.style == "half" else 0
 
+    def at(self, layer: int) -> Rope:
+        """The rotation of one layer."""
+        return replace(self, theta=at_layer(self.theta, layer), scaling=at_layer(self.scaling, layer))
+
+    @property
+    def tables(self) -> tuple[Rope, ...]:
+        """The rotations of all layers, each once."""
+        return tuple(dict.fromkeys(self.at(layer) for layer in range(self.layers)))
+
+    @property
+    def layers(self) -> int:
+        """So many layers have a rotation of their own; 1 where all have the same."""
+        return max((len(v.values) for v in (self.theta, self.scaling) if isinstance(v, PerLayer)), default=1)
+
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """Radians per position of each of the R / 2 pairs: theta ** (-2 i / R), scaled where there is a scaling."""
-        plain = (self.theta ** (-2.0 * i / self.rotary_dim) for i in range(self.rotary_dim // 2))
-        return tuple(plain if self.scaling is None else map(self.scaling.scaled, plain))
+        """Radians per position of each of the R / 2 pairs: theta ** (-2 i / R), scaled where there is one. Of one layer's rotation."""
+        theta, scaling = self.theta, self.scaling
+        assert not isinstance(theta, PerLayer) and not isinstance(scaling, PerLayer), "ask one of the tables"
+        if scaling is not None:
+            return tuple(scaling.stretched(theta, self.rotary_dim // 2))
+        return tuple(theta ** (-2.0 * i / self.rotary_dim) for i in range(self.rotary_dim // 2))
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by. Of one layer's rotation."""
+        scaling = self.scaling
+        assert not isinstance(scaling, PerLayer), "ask one of the tables"
+        return 1.0 if scaling is None else scaling.amplitude
 
 
 @dataclass(frozen=True)
@@ -180,8 +222,8 @@ class Attention:
     many elements, whose reductions run over the head. Where there is one, q and k come unrotated: both are rotated by
     ``rope`` behind their maps, in fp32, and rounded to bf16 once.
 
-    With ``window`` a token sees the newest so many of these rows, itself included. With ``softcap`` a score s becomes
-    softcap * tanh(s / softcap), where s is scaled already.
+    With ``window`` a token sees the newest so many of these rows, itself included; each layer may have its own. With ``softcap`` a score
+    s becomes softcap * tanh(s / softcap), where s is scaled already.
     """
 
     name: str
@@ -199,7 +241,7 @@ class Attention:
     span: Span
     q_map: Fused | None = None
     k_map: Fused | None = None
-    window: int | None = None
+    window: int | PerLayer[int | None] | None = None
     softcap: float | None = None
 
     @property
@@ -227,7 +269,34 @@ class Custom:
     span: Span
 
 
-Op: TypeAlias = Embed | Linear | Attention | Custom
+@dataclass(frozen=True)
+class RowMap:
+    """out = fused(values, vectors): a value that is made of others without a matrix, rounded to bf16 once.
+
+    Its reductions run over whole rows of one value, ``reduced``, which every block gathers; of the other operands, and of that value
+    outside of reductions, a block reads the features that it owns. What is added to a residual behind a norm is such a map:
+    ``x + y * rsqrt(mean(y * y) + eps) * w``.
+    """
+
+    name: str
+    fused: Fused
+    features: int
+    out: str
+    loop: str | None
+    span: Span
+
+    @property
+    def reductions(self) -> tuple[Reduce, ...]:
+        return tuple(reductions(self.fused.expr))
+
+    @property
+    def reduced(self) -> tuple[str, ValueRef]:
+        """The argument that reductions are over, and the features it stands for."""
+        over = arg_names(self.reductions[0].operand)
+        return next((name, ref) for name, ref in self.fused.args if name in over and isinstance(ref, ValueRef))
+
+
+Op: TypeAlias = Embed | Linear | Attention | Custom | RowMap
 
 
 @dataclass(frozen=True)
@@ -260,8 +329,11 @@ class Graph:
         return next(v for v in self.values if v.name == name)
 
 
-def kept_values(op: Linear) -> list[tuple[str, ValueRef]]:
-    """Values that an epilogue combines with the op's own rows; operands that name a part are the op's products."""
+def kept_values(op: Linear | RowMap) -> list[tuple[str, ValueRef]]:
+    """Values of which a block reads the features that it owns of the op's: those that an epilogue combines with the op's own rows
+    (operands that name a part are the op's products), or all that a map of rows reads."""
+    if isinstance(op, RowMap):
+        return [(name, ref) for name, ref in op.fused.args if isinstance(ref, ValueRef)]
     fused: Fused | None = op.epilogue
     parts = {p.name for p in op.parts}
     return [] if fused is None else [(name, ref) for name, ref in fused.args if isinstance(ref, ValueRef) and ref.value not in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.expr import arg_names, reductions, varies
-from megadsl.ir.graph import Attention, Custom, Embed, Factored, Fused, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Custom, Embed, Factored, Fused, Graph, Linear, Op, RowMap, ValueRef
 
 
 class InternalError(AssertionError):
@@ -30,6 +30,8 @@ def reads(op: Op) -> tuple[ValueRef, ...]:
             return (op.q, op.k, op.v)
         case Custom():
             return tuple(ref for _, ref in op.inputs)
+        case RowMap():
+            return tuple(r for _, r in op.fused.args if isinstance(r, ValueRef))
         case Linear():
             own = {p.name for p in op.parts}
             refs = [*op.prologue.args, *(op.epilogue.args if op.epilogue else ())]
@@ -87,10 +89,9 @@ def _op(op: Op, graph: Graph) -> Iterator[str]:
         yield f"writes unknown value {op.out!r}"
     match op:
         case Embed():
-            if out is not None and out != op.table.shape[1]:
-                yield f"gives {op.table.shape[1]} features into a value of {out}"
-            if op.expr is not None and (arg_names(op.expr) != ("x",) or reductions(op.expr)):
-                yield "maps its rows by something else than an elementwise expression over x"
+            yield from _embed(op, out)
+        case RowMap():
+            yield from _row_map(op, out)
         case Linear():
             yield from _linear(op, out)
         case Attention():
@@ -112,6 +113,21 @@ def _reads(op: Op, features: dict[str, int]) -> Iterator[str]:
             yield f"reads unknown value {ref.value!r}"
         elif ref.begin < 0 or ref.begin + ref.features > features[ref.value]:
             yield f"reads features [{ref.begin}, {ref.begin + ref.features}) of {ref.value!r}, which has {features[ref.value]}"
+
+
+def _embed(op: Embed, out: int | None) -> Iterator[str]:
+    if out is not None and out != op.table.shape[1]:
+        yield f"gives {op.table.shape[1]} features into a value of {out}"
+    if op.expr is not None and (arg_names(op.expr) != ("x",) or reductions(op.expr)):
+        yield "maps its rows by something else than an elementwise expression over x"
+
+
+def _row_map(op: RowMap, out: int | None) -> Iterator[str]:
+    if out is not None and out != op.features:
+        yield f"gives {op.features} features into a value of {out}"
+    if not op.reductions:
+        yield "is no map of whole rows"
+    yield from _fused("map", op.fused, op.features)
 
 
 def _linear(op: Linear, out: int | None) -> Iterator[str]:

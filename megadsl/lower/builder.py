@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadsl.ir.graph import Custom, Embed, Graph, Linear, Op, ValueRef
+from megadsl.ir.graph import Custom, Embed, Graph, Linear, Op, RowMap, ValueRef
 from megadsl.ir.plan import Exchange, Site
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.memory import copies_vectors
@@ -76,7 +76,7 @@ class Builder:
         return copies_vectors(op, self.graph, self.schedule)
 
     def gated(self, op: Op) -> bool:
-        loaded = bool(op.weights) if isinstance(op, Custom) else not isinstance(op, Embed)
+        loaded = bool(op.weights) if isinstance(op, Custom) else not isinstance(op, Embed | RowMap)
         return loaded and not self.schedule.op(op.name).prefetch.smem
 
 

@@ -33,6 +33,7 @@ class Composition:
     exprs: dict[str, Expr] = field(default_factory=dict)
     owner: dict[str, Node] = field(default_factory=dict)
     stacks: dict[str, Stacked] = field(default_factory=dict)  # by the linear's node name
+    maps: dict[str, Expr] = field(default_factory=dict)  # materialised by themselves, by their node's name
     looked: dict[str, Expr] = field(default_factory=dict)  # by the embedding's node name: what is made of its rows, over ``x``
 
     def atom(self, tensor: str) -> str | None:
@@ -53,7 +54,8 @@ def compose(spec: Spec) -> Composition:
     A map becomes the epilogue of a linear when it is elementwise, takes all of the linear's rows, is the only one to do so, and
     reads nothing else but values that stand before the linear. With the rows of two linears it becomes neither's, unless a loop
     variable leaves the body as this map and therefore has to be materialised: then the later linear takes it. An elementwise map
-    of an embedding's rows alone, which nothing else reads and which enters a loop, is the embedding's own.
+    of an embedding's rows alone, which nothing else reads and which enters a loop, is the embedding's own. A map with reductions that has
+    to be materialised is a value by itself, and so is one that such a map contains and others read as well.
     """
     result = Composition(spec)
     consumers: dict[str, list[Node]] = {}
@@ -65,10 +67,25 @@ def compose(spec: Spec) -> Composition:
     for name, t in spec.tensors.items():
         if t.lifetime is Lifetime.WEIGHT or name in {c.body_in for c in carried}:
             result.exprs[name] = Arg(name)
-    maker = _Maker(result, consumers, pinned, {c.body_out for c in carried}, {c.initial for c in carried})
+    required = {c.body_out for c in carried}
+    maker = _Maker(result, consumers, pinned, required, {c.initial for c in carried}, _several(spec, consumers, required))
     for position, node in enumerate(spec.nodes):
         maker.visit(node, position)
     return result
+
+
+def _several(spec: Spec, consumers: Mapping[str, list[Node]], required: set[str]) -> set[str]:
+    """Of ``required`` tensors and what maps make them of, those that others than these maps read as well."""
+    producer = {name: node for node in spec.nodes if node.op == "map" for name in node.outputs}
+    within = {name: producer[name] for name in required if name in producer}
+    stack = list(within.values())
+    while stack:
+        for tensor in stack.pop().inputs:
+            if tensor in producer and tensor not in within:
+                within[tensor] = producer[tensor]
+                stack.append(producer[tensor])
+    inside = {node.name for node in within.values()}
+    return {name for name in within if name in required or any(n.name not in inside for n in consumers.get(name, []))}
 
 
 @dataclass
@@ -78,6 +95,7 @@ class _Maker:
     pinned: set[str]  # read by something that is no node
     required: set[str]  # must be materialised
     entering: set[str]  # a loop, as its variables
+    several: set[str]  # values by themselves, where they have reductions
     position: dict[str, int] = field(default_factory=dict)
 
     def visit(self, node: Node, position: int) -> None:
@@ -103,6 +121,9 @@ class _Maker:
             return
         stack = self._taker(node, expr)
         if stack is None:
+            if out in self.several and reductions(expr):
+                self.result.maps[node.name], self.result.owner[out] = expr, node
+                expr = Arg(out)
             self.result.exprs[out] = expr
             return
         if stack.epilogue is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megadsl.ir.graph import Custom, Embed, Op
+from megadsl.ir.graph import Custom, Embed, Op, RowMap
 from megadsl.ir.plan import Instr, Region, Verb
 from megadsl.lower.builder import Builder
 from megadsl.lower.finish import finishers
@@ -22,7 +22,7 @@ from megadsl.types import Level
 
 def loads(op: Op) -> bool:
     """Whether some loader streams anything for the op."""
-    return not isinstance(op, Embed | Custom) or (isinstance(op, Custom) and bool(op.weights))
+    return not isinstance(op, Embed | Custom | RowMap) or (isinstance(op, Custom) and bool(op.weights))
 
 
 def custom_phase(builder: Builder, op: Custom, role: str) -> Iterator[Instr]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS, Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
@@ -71,22 +71,20 @@ def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, in
     return lanes, min(MERGE_AT_ONCE, ceil_div(splits, lanes))
 
 
-def is_local(op: Linear, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
+def is_local(op: Linear | RowMap, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
     """Whether a block computes exactly those rows of ``ref`` itself that it combines with its rows of ``op``."""
     exchanged = schedule.scope == "op" or schedule.op(op.name).residual == "exchange"  # shared memory does not outlive a launch
     if ref.begin or op.out is None or exchanged:
         return False
     value = graph.value(ref.value)
-    mine = sharing(op, op.out_features, schedule)
+    mine = sharing(op, op.out_features if isinstance(op, Linear) else op.features, schedule)
     return value.features == ref.features and mine == sharing(graph.op(value.producer), value.features, schedule)
 
 
 def kept_locally(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
     """Values that blocks keep their own share of, each once, in program order of the first use."""
-    found = {
-        ref.value: None for op in graph.ops if isinstance(op, Linear) for _, ref in kept_values(op) if is_local(op, ref, graph, schedule)
-    }
-    return tuple(found)
+    adding = [op for op in graph.ops if isinstance(op, Linear | RowMap)]
+    return tuple({ref.value: None for op in adding for _, ref in kept_values(op) if is_local(op, ref, graph, schedule)})
 
 
 def vectors_for(sync: Sync, units: int) -> int:

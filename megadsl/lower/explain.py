@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Plan
 from megadsl.ir.schedule import OpSchedule
 from megadsl.ir.verify_graph import reads
@@ -51,7 +51,7 @@ def rows(compiled: Lowered) -> list[Table]:
 
 def _op(plan: Plan, op: Op) -> list[str]:
     graph, how = plan.graph, plan.schedule.op(op.name)
-    spent = cost(op, graph.tokens, 0)
+    spent = cost(op, graph.tokens, 0)  # of an empty cache: the same in all layers
     times = runs(graph, op)
     loaded = loads(op)
     return [
@@ -70,7 +70,7 @@ def _op(plan: Plan, op: Op) -> list[str]:
 
 def _tiles(op: Op, how: OpSchedule) -> str:
     match op:
-        case Embed():
+        case Embed() | RowMap():
             return ""
         case Linear():
             tiles = tiling(op)
@@ -99,6 +99,8 @@ def _share(plan: Plan, op: Op, how: OpSchedule) -> str:
             e = plan.exchange(op.out)
             most = largest_share(e.groups, blocks, e.share_offset) * GROUP_ROWS
             return f"{most} of {plan.graph.value(op.out).features:,} features"
+        case RowMap():
+            return f"{own_groups(op, plan.schedule) * GROUP_ROWS} of {op.features:,} features"
         case Linear():
             first = how.part_offset if how.ways > 1 else how.share_offset
             offset = f", from block {first}" if first else ""
@@ -152,13 +154,16 @@ def _polled_vectors(plan: Plan, e: Exchange, op: Op) -> int:
         return _unit(plan, e, op)
     if isinstance(op, Custom):
         return sum(_rows(plan, e, ref) for _, ref in op.inputs if ref.value == e.name)
-    if not isinstance(op, Linear):
+    if isinstance(op, Embed):
         return 0
+    remote = [ref for _, ref in kept_values(op) if ref.value == e.name and not is_local(op, ref, graph, schedule)]
+    kept = sum(_kept(plan, e, op, ref) for ref in remote)
+    if isinstance(op, RowMap):
+        return kept + (_rows(plan, e, op.reduced[1]) if op.reduced[1].value == e.name else 0)
     if e.name == f"{op.name}.parts":
         return own_groups(op, schedule) * graph.tokens * PART_VECTORS * schedule.op(op.name).ways
     gathers = sum(_gathered(plan, e, op, ref) for _, ref in prologue_values(op) if ref.value == e.name)
-    remote = [ref for _, ref in kept_values(op) if ref.value == e.name and not is_local(op, ref, graph, schedule)]
-    return gathers + sum(_kept(plan, e, op, ref) for ref in remote)
+    return gathers + kept
 
 
 def _spanned(plan: Plan, e: Exchange, begin: int, end: int) -> int:
@@ -197,9 +202,9 @@ def _gathered(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
     return max(sum(once[part] * times for part, times in parts) for parts in found)
 
 
-def _kept(plan: Plan, e: Exchange, op: Linear, ref: ValueRef) -> int:
-    """An epilogue's operand that other blocks own: the features that the block's own rows become."""
-    blocks, shares = plan.schedule.blocks, tiling(op).shares
+def _kept(plan: Plan, e: Exchange, op: Linear | RowMap, ref: ValueRef) -> int:
+    """An operand of an epilogue, or of a map of rows, that other blocks own: the features that the block's own rows become."""
+    blocks, shares = plan.schedule.blocks, tiling(op).shares if isinstance(op, Linear) else ceil_div(op.features, GROUP_ROWS)
     offset = plan.schedule.op(op.name).share_offset
     most = 0
     for block in range(blocks):

@@ -16,7 +16,7 @@ MOST_TOKENS = 8  # mk::finish_batch: four threads a token
 
 MULTIPLY, FINISH, BOTH = "multiply", "finish", "both"
 _FINISHED = ("merge", "gather_kept", "release_rows", "acquire_rows")
-_SHARED = ("matrix", "attention", "custom", "argmax", "meet_finisher")
+_SHARED = ("matrix", "row_map", "attention", "custom", "argmax", "meet_finisher")
 
 
 def why_block(graph: Graph, schedule: Schedule) -> str:

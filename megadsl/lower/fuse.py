@@ -8,7 +8,7 @@ from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.naming import stem, unique
 from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Arg, Expr, arg_names, substitute
-from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, Value, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, Value, ValueRef, WeightRef
 from megadsl.ir.spec import Carried, Node, Spec, Tensor
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.compose import Composition, Stacked, compose
@@ -43,7 +43,8 @@ NOT_OUTPUT = declare(
 NOT_CARRIED = declare(
     "MK196",
     "loop variable {variable!r} {when} the loop as {what}, which is not materialised",
-    "make it the output of mk.embed, mk.linear or mk.attention, or an elementwise expression of a linear's output and values before it",
+    "make it the output of mk.embed, mk.linear or mk.attention, an elementwise expression of a linear's output and values before it, or"
+    " one with reductions over a value",
 )
 STALE_READ = declare(
     "MK197",
@@ -110,6 +111,7 @@ class _Fuser:
         self.ropes = self._ropes()
         self.late = self._late()
         self.sinks = self._sinks()
+        self.map_names = self._map_names()
         self.values = self._value_names()
 
     def graph(self) -> Graph:
@@ -214,6 +216,15 @@ class _Fuser:
         others = [n.name for n in self.spec.nodes if logits in n.inputs and n.op != "argmax"]
         return f"read by {others[0]!r} as well" if others else None
 
+    def _map_names(self) -> dict[str, str]:
+        """The op's name of each map that is materialised by itself: after its first vector, as a norm is."""
+        found, taken = {}, {n.name for n in self.spec.nodes if n.op in ("embed", "linear", "attention", "custom")}
+        for node in (n for n in self.spec.nodes if n.name in self.made.maps):
+            weights = [a for a in arg_names(self.made.maps[node.name]) if self.spec.tensors[a].lifetime is Lifetime.WEIGHT]
+            found[node.name] = unique(stem(weights[0]) if weights else node.name, taken)
+            taken.add(found[node.name])
+        return found
+
     def _value_names(self) -> dict[str, str]:
         """Name of the value that each op writes: the loop variable's for both its producers, else the op's own."""
         names: dict[str, str] = {}
@@ -231,8 +242,8 @@ class _Fuser:
             taken.add(variable)
             self.entering[c.body_in] = variable
         for node in self.spec.nodes:
-            if node.op in ("embed", "linear", "attention", "custom"):
-                names.setdefault(node.name, node.name)
+            if node.op in ("embed", "linear", "attention", "custom") or node.name in self.map_names:
+                names.setdefault(node.name, self.map_names.get(node.name, node.name))
         return names
 
     def _whole(self, c: Carried, tensor: str, when: str) -> Node | None:
@@ -266,6 +277,10 @@ class _Fuser:
                 return self._attention(node)
             case "custom":
                 return self._custom(node)
+            case "map" if node.name in self.map_names:
+                fused = self._fused(self.made.maps[node.name], node, {})
+                features = self.spec.tensors[node.outputs[0]].shape[1]
+                return RowMap(self.map_names[node.name], fused, features, self.values[node.name], node.loop, node.span)
             case _:
                 return None
 
@@ -461,6 +476,8 @@ class _Fuser:
                 return op.heads * op.head_dim
             case Custom():
                 return op.call.features
+            case RowMap():
+                return op.features
 
 
 def _weight(t: Tensor) -> WeightRef:
@@ -470,4 +487,5 @@ def _weight(t: Tensor) -> WeightRef:
 def _rope_text(rope: Rope | None) -> str:
     if rope is None:
         return "not rotated"
-    return f"rotated by {rope.head_dim}, theta {rope.theta:g}, {rope.style}" + (", scaled" if rope.scaling else "")
+    thetas = " or ".join(dict.fromkeys(f"{one.theta:g}" for one in rope.tables))
+    return f"rotated by {rope.head_dim}, theta {thetas}, {rope.style}" + (", scaled" if rope.scaling else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, ValueRef
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, RowMap, ValueRef
 from megadsl.ir.plan import Instr, Region, Verb
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.exchanges import kept_locally, merge_lanes, merges_in_cluster
@@ -48,12 +48,20 @@ def stages_alone(builder: Builder, op: Op) -> bool:
     if finishers(builder.schedule):
         return True
     units = builder.exchange(op.out).units
+    if isinstance(op, RowMap):
+        return units * 4 <= WARP_THREADS  # mk::finish_rows: a thread for each pair of features
     if not isinstance(op, Linear):
         assert isinstance(op, Attention)
         return units * merge_lanes(op, builder.graph.tokens, builder.schedule)[0] <= WARP_THREADS
     if builder.schedule.op(op.name).ways > 1:
         return units * tiling(op).fold * 2 <= WARP_THREADS  # mk::add_parts: four rows of a token each
     return 4 * builder.graph.tokens * builder.schedule.batch <= WARP_THREADS  # mk::finish_batch: four pairs of rows a group
+
+
+def end_meetings(builder: Builder, op: Op) -> tuple[str, ...]:
+    """The block's meeting behind an op's results, where one warp does not have them all."""
+    alone = op.out is None or stages_alone(builder, op) or finishers(builder.schedule) > 0
+    return () if alone else ("end",)
 
 
 def keep(builder: Builder, op: Op, value: str) -> Iterator[Instr]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megadsl.ir.graph import Attention
-from megadsl.types import ceil_div
+from megadsl.types import ceil_div, round_up
 
 FEW_ROWS = 8  # mk::FewRows: the N of an mma
+CHUNK_ROWS = 16  # of a cache
 QUERY_ROWS = 16  # of a tile: the M of an mma
 PART_BYTES = 4  # of what a warp leaves: fp32
 HALVED = 32  # columns: a half of each is two groups of eight
@@ -25,6 +26,12 @@ def in_halves(op: Attention, tokens: int, warps: int) -> bool:
     """Whether two warps have each tile: each adds and publishes half of its columns (templates/include/megadsl/halves.h), whose groups of
     eight it takes in pairs."""
     return warps // query_tiles(op, tokens) == 2 and not few_rows(op, tokens) and op.head_dim % HALVED == 0
+
+
+def unit_bytes(op: Attention, tokens: int, warps: int) -> tuple[int, int, int]:
+    """Shared memory of an attention's unit: its queries, this step's keys and values as a chunk of rows, and what the warps leave."""
+    rows = round_up(op.heads // op.kv_heads * tokens, QUERY_ROWS)
+    return rows * op.cache_dim * 2, CHUNK_ROWS * op.cache_dim * 2 * 2, parts_bytes(op, tokens, warps)
 
 
 def parts_bytes(op: Attention, tokens: int, warps: int) -> int:

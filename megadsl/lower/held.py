@@ -12,7 +12,7 @@ from megadsl.dsl.overrides import Overrides
 from megadsl.ir.graph import Attention, Graph, Linear, Op
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.gathers import in_registers, is_direct, is_wide, tiles_together, wide_registers
-from megadsl.lower.heads import query_tiles
+from megadsl.lower.heads import query_tiles, unit_bytes
 from megadsl.lower.memory import chunk_pieces, copies_fit, least_groups, own_groups, own_part_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.shape import CHUNK_ROWS
@@ -30,6 +30,7 @@ LEAST_REGISTERS = 72  # no kernel makes do with fewer
 WIDE_LEAST = 64  # nothing is multiplied with less beside it
 OLDER_REGISTERS = 16  # that nvcc 13.0 needs more for machines without bulk copies
 AREA_BYTES = 36 * KIB  # of shared memory beside the ring, of few tokens
+BESIDE_BYTES = 8 * KIB  # of it beside a large attention's
 TILES_AT_ONCE = 2  # mk::kTilesAtOnce
 VECTOR_REGISTERS = 4  # of a lane, for its 16 bytes of a panel
 CHUNK_REGISTERS = 32  # beside the attention's own; nvcc 13.0 spills where it is 64
@@ -121,7 +122,9 @@ def _stages(graph: Graph, schedule: Schedule, op: Linear, tiles: int, machine: M
     """Whether the ring has as many stages as the op lets go of behind its products, if it holds so many tiles. An open ring has what
     other areas leave of shared memory."""
     ring = schedule.ring(schedule.op(op.name).loader)
-    stages = ring.stages or (machine.smem_for(schedule.resident) - AREA_BYTES) // ring.stage_bytes
+    warps, attentions = schedule.consumer.warps, [o for o in graph.ops if isinstance(o, Attention)]
+    areas = max([AREA_BYTES, *(sum(unit_bytes(o, graph.tokens, warps)[1:]) + BESIDE_BYTES for o in attentions)])
+    stages = ring.stages or (machine.smem_for(schedule.resident) - areas) // ring.stage_bytes
     return not tiles or len(vectors(op)) + ceil_div(tiles, tiles_together(op, schedule, graph.tokens)) <= stages
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megadsl.diagnostics import Collector, collecting, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op
+from megadsl.expr import to_text
+from megadsl.ir.expr import arg_names, reductions
+from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, ValueRef
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.operands import prologue_values, vectors
@@ -39,6 +41,11 @@ EMBEDS = declare(
     "MK225", "{op!r} is an embedding, but not the first op of the kernel", "embed the tokens once, first, and use that tensor again"
 )
 TOO_FAR = declare("MK212", "{what} take {need} bytes, a kernel reaches {most}", "{how}")
+ROW_MAP = declare(
+    "MK258",
+    "{op!r} is a value by itself, and one of its reductions, {reduction}, {what}",
+    "reduce over one value alone; compute what is inside in a linear, or let an expression that only linears read reduce it",
+)
 OUTER = declare("MK176", "{op!r} is an attention outside mk.layers", "put it inside the layer loop")
 
 
@@ -86,6 +93,8 @@ def check_graph(graph: Graph) -> None:
 def _check_op(op: Op, found: Collector) -> None:
     if isinstance(op, Linear):
         _check_linear(op, found)
+    elif isinstance(op, RowMap):
+        _check_map(op, found)
     elif isinstance(op, Attention):
         if len({op.q.value, op.k.value, op.v.value}) > 1:
             found.add(SPREAD, op.span, op=op.name)
@@ -94,6 +103,25 @@ def _check_op(op: Op, found: Collector) -> None:
     for ref in reads(op):
         if ref.begin % GROUP_ROWS:
             found.add(UNALIGNED, op.span, op=op.name, value=ref.value, begin=ref.begin)
+
+
+def _check_map(op: RowMap, found: Collector) -> None:
+    for reduce in op.reductions:
+        what = _wrong(op, set(arg_names(reduce.operand)), bool(reductions(reduce.operand)))
+        if what:
+            found.add(ROW_MAP, op.span, op=op.name, reduction=to_text(reduce), what=what)
+            return
+
+
+def _wrong(op: RowMap, names: set[str], nested: bool) -> str:
+    """What is wrong with a reduction over ``names``; "" where nothing is."""
+    if nested:
+        return "contains another one"
+    if not names <= {name for name, ref in op.fused.args if isinstance(ref, ValueRef)}:
+        return "reads a vector"
+    if len(names) > 1:
+        return "is over several values"
+    return "" if names == {op.reduced[0]} else f"is over another value than {op.reduced[0]!r}"
 
 
 def _check_linear(op: Linear, found: Collector) -> None:

@@ -9,14 +9,14 @@ from itertools import pairwise
 from megadsl.diagnostics import collecting, declare, error
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.plan import Area, Exchange
 from megadsl.ir.schedule import Ring, Schedule, Tagged
 from megadsl.lower.columns import chunk_budget, groups_between_gathers, largest_share, part_shares, parts_of, share_begin
 from megadsl.lower.exchanges import is_local, kept_locally, merges_in_cluster, received_bytes
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import WIDE_REGISTERS, in_registers, is_direct, is_wide, tiles_together, wide_registers
-from megadsl.lower.heads import parts_bytes
+from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import input_area, prologue_values, row_bytes, scratch_area, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
@@ -193,11 +193,12 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
         yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, graph, schedule) for op in loaded)
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
-    yield "angles", max((tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
-    linears = [op for op in graph.ops if isinstance(op, Linear)]
-    yield "scalars", max((len(reductions(op.prologue.expr)) * tokens * row_parts(op, tokens, warps) * 4 for op in linears), default=0)
+    yield "angles", max((len(r.tables) * tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
+    rows = [op for op in graph.ops if isinstance(op, Linear | RowMap)]
+    reduced = [(op, reductions(op.prologue.expr) if isinstance(op, Linear) else op.reductions) for op in rows]
+    yield "scalars", max((len(found) * tokens * row_parts(op, tokens, warps) * 4 for op, found in reduced), default=0)
     yield "staged", max((e.vectors for e in exchanges if e.dtype == "bf16"), default=0) * UNIT_BYTES
-    remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in linears]
+    remote = [sum(not is_local(op, ref, graph, schedule) for _, ref in kept_values(op)) * own_groups(op, schedule) for op in rows]
     yield "kept", max(remote, default=0) * tokens * UNIT_BYTES
     for value in kept_locally(graph, schedule):
         e = next(x for x in exchanges if x.name == value)
@@ -211,23 +212,27 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
 def _partials_bytes(graph: Graph, schedule: Schedule) -> int:
     """Partial sums of two batches, the second of which may have last elements in its place."""
     batch = schedule.batch * schedule.consumer.warps * graph.tokens * GROUP_ROWS * 4
-    return batch + max(batch, *(last_bytes(op, schedule, graph.tokens) for op in graph.ops if isinstance(op, Linear)))
+    return batch + max(batch, *(last_bytes(op, schedule, graph.tokens) for op in graph.ops if isinstance(op, Linear | RowMap)))
 
 
-def row_parts(op: Linear, tokens: int, warps: int) -> int:
+def row_parts(op: Linear | RowMap, tokens: int, warps: int) -> int:
     """Parts of one row reduction: those of all warps when each has gathered some of every row, else of the warps that share it."""
-    return warps if op.factored is not None else max(1, warps // min(tokens, warps))
+    return warps if isinstance(op, RowMap) or op.factored is not None else max(1, warps // min(tokens, warps))
 
 
-def last_bytes(op: Linear, schedule: Schedule, tokens: int) -> int:
-    """Last elements of a factored operand's units, which wait for their rows' other elements where tags push them out."""
+def last_bytes(op: Linear | RowMap, schedule: Schedule, tokens: int) -> int:
+    """Last elements of the units of a factored operand, or of what a map of rows reduces, which wait for their rows' other elements where
+    tags push them out."""
+    if isinstance(op, RowMap):
+        value = op.reduced[1].value
+        return ceil_div(op.features, GROUP_ROWS) * tokens * 2 if isinstance(schedule.edge(value).sync, Tagged) else 0
     apart = any(isinstance(schedule.edge(ref.value).sync, Tagged) for _, ref in prologue_values(op))
     return ceil_div(op.columns, GROUP_ROWS) * tokens * 2 if op.factored is not None and apart else 0
 
 
 def _entries(op: Op, graph: Graph, schedule: Schedule) -> int:
     """Most tape entries any block needs for an op: its runs, its vectors, a gate and a prefetch where the schedule has them."""
-    if isinstance(op, Embed):
+    if isinstance(op, Embed | RowMap):
         return 0
     prefetch = schedule.op(op.name).prefetch
     others = (not prefetch.smem) + (prefetch.l2_bytes > 0)
@@ -263,8 +268,10 @@ def least_groups(op: Linear, schedule: Schedule) -> int:
     return tiles.shares // schedule.blocks * tiles.fold
 
 
-def own_groups(op: Linear, schedule: Schedule) -> int:
+def own_groups(op: Linear | RowMap, schedule: Schedule) -> int:
     """Most row groups of 8 any block owns as features of the op's value."""
+    if isinstance(op, RowMap):
+        return largest_share(ceil_div(op.features, GROUP_ROWS), schedule.blocks, schedule.op(op.name).share_offset)
     tiles = tiling(op)
     return largest_share(tiles.shares, schedule.blocks, schedule.op(op.name).share_offset) * tiles.fold
 
@@ -298,11 +305,11 @@ def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[s
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue
-        rows = op.heads // op.kv_heads * tokens
+        queries, fresh, scratch = unit_bytes(op, tokens, warps)
         yield [
-            (f"{op.name}.queries", 0 if in_registers(op, schedule) else round_up(rows, 16) * op.cache_dim * 2),
-            (f"{op.name}.fresh", 16 * op.cache_dim * 2 * 2),
-            (f"{op.name}.scratch", parts_bytes(op, tokens, warps)),
+            (f"{op.name}.queries", 0 if in_registers(op, schedule) else queries),
+            (f"{op.name}.fresh", fresh),
+            (f"{op.name}.scratch", scratch),
         ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Custom, Linear, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Linear, RowMap, ValueRef, WeightRef
 from megadsl.ir.schedule import Schedule, Tagged
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import DType, ceil_div
@@ -28,11 +28,13 @@ def takes_chunks(op: Linear, schedule: Schedule) -> bool:
     return schedule.op(op.name).scale == "after" and not tagged
 
 
-def vectors(op: Linear | Custom) -> list[tuple[str, WeightRef]]:
-    """Vector weights of the prologue, or a custom op's weights, in argument order: the order the loader streams them."""
+def vectors(op: Linear | Custom | RowMap) -> list[tuple[str, WeightRef]]:
+    """Vector weights of the prologue, or a custom op's weights, in argument order: the order the loader streams them. Of a map of rows
+    those that a block reads from memory, as far as it owns their features."""
     if isinstance(op, Custom):
         return list(op.weights)
-    return [(name, ref) for name, ref in op.prologue.args if isinstance(ref, WeightRef)]
+    fused = op.prologue if isinstance(op, Linear) else op.fused
+    return [(name, ref) for name, ref in fused.args if isinstance(ref, WeightRef)]
 
 
 def head_vectors(op: Attention) -> list[tuple[str, str, WeightRef]]:

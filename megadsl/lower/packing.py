@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, Part, Rope, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, Part, Rope, RowMap, WeightRef
 from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import head_vectors, vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -25,8 +25,8 @@ class Packed:
         return next(r for r in self.records if r.name == name)
 
 
-def vector_name(op: Linear | Custom, arg: str) -> str:
-    """Pack record name of a vector operand of a prologue, or of a custom op's weight."""
+def vector_name(op: Linear | Custom | RowMap, arg: str) -> str:
+    """Pack record name of a vector operand of a prologue or of a map of rows, or of a custom op's weight."""
     return f"{op.name}.{arg}"
 
 
@@ -77,6 +77,8 @@ def _records(op: Op) -> list[PackRecord]:
     if isinstance(op, Custom):
         return [_natural(vector_name(op, arg), ref) for arg, ref in op.weights]
     found = [_vector(vector_name(op, arg), ref) for arg, ref in vectors(op)]
+    if isinstance(op, RowMap):
+        return found
     tiles = tiling(op)
     sources = [PackSource(p.weight.name, p.rows, *_order(p)) for p in op.parts]
     matrix = _record(

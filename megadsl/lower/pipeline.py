@@ -29,12 +29,13 @@ from megadsl.lower.packing import Packed, natural_bytes, plan_packing
 from megadsl.lower.programs import build_programs
 from megadsl.lower.publish import check_publications
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
-from megadsl.lower.shape import build_shape, kv_bytes
+from megadsl.lower.shape import build_shape, kv_bytes, rope_tables
 from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
 from megadsl.machine import Machine
+from megadsl.types import PerLayer
 
 CONTROL_BYTES = 512
 
@@ -72,8 +73,15 @@ def _fuse(state: Lowering) -> None:
 def _whole_windows(graph: Graph, max_kv: int) -> Graph:
     """A window that holds all of the cache is none: such a kernel need not look where it begins."""
 
+    def seen(window: int | None) -> int | None:
+        return None if window is not None and window >= max_kv else window
+
     def whole(op: Op) -> Op:
-        return replace(op, window=None) if isinstance(op, Attention) and op.window is not None and op.window >= max_kv else op
+        if not isinstance(op, Attention):
+            return op
+        if isinstance(op.window, PerLayer):
+            return replace(op, window=PerLayer(tuple(seen(w) for w in op.window.values)).alike())
+        return replace(op, window=seen(op.window))
 
     return replace(graph, ops=tuple(whole(op) for op in graph.ops))
 
@@ -166,7 +174,7 @@ def _plan(state: Lowering) -> None:
             "kv": kv_bytes(graph, schedule.max_kv),
             "exchange": state.exchange_bytes,
             "logits": graph.tokens * graph.vocab * 4,
-            "rope": schedule.max_kv * max(ropes, default=0) // 2 * 8,
+            "rope": rope_tables(graph) * schedule.max_kv * max(ropes, default=0) // 2 * 8,
         },
         smem_bytes=state.memory.bytes,
     )

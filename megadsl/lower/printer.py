@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from megadsl.expr import to_text
-from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Rope, RopeScaling, RowMap, ValueRef, WeightRef
 from megadsl.ir.spec import Node, Spec, Tensor
 from megadsl.ops.base import shape_text
+from megadsl.types import PerLayer, at_layer
 
 INDENT = "  "
 
@@ -72,18 +74,14 @@ def _op(op: Op) -> Iterator[str]:
         case Embed():
             yield f"embed {op.name} -> {op.out}"
             yield f"table {_ref(op.table)}"
-            if op.expr is not None:
-                yield f"rows {to_text(op.expr)}"
+            yield from (f"rows {to_text(e)}" for e in (op.expr,) if e is not None)
+        case RowMap():
+            yield f"map of rows {op.name} -> {op.out}"
+            yield f"rows {_fused(op.fused)}"
         case Linear():
             yield from _linear(op)
         case Attention():
-            yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
-            if op.window is not None:
-                yield f"over a window of {op.window} rows"
-            if op.softcap is not None:
-                yield f"scores capped at {op.softcap:g}"
-            yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
-            yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
+            yield from _attention(op)
         case Custom():
             yield f"custom {op.name} {op.call} -> {op.out}"
             yield from (f"{name} = {_ref(ref)}" for name, ref in op.inputs)
@@ -102,6 +100,16 @@ def _linear(op: Linear) -> Iterator[str]:
         yield f"epilogue {_fused(op.epilogue)}"
 
 
+def _attention(op: Attention) -> Iterator[str]:
+    yield f"attention {op.name} heads={op.heads} kv_heads={op.kv_heads} head_dim={op.head_dim} scale={op.scale:g} -> {op.out}"
+    if op.window is not None:
+        yield f"over a window of {_each(op.window)} rows"
+    if op.softcap is not None:
+        yield f"scores capped at {op.softcap:g}"
+    yield f"q {_ref(op.q)}, k {_ref(op.k)}, v {_ref(op.v)}, cache {op.cache}{_rope(op.rope)}"
+    yield from (f"each head of {which} {_fused(fused)}" for which, fused in op.maps)
+
+
 def _fused(fused: Fused) -> str:
     bound = ", ".join(f"{name} = {_ref(ref)}" for name, ref in fused.args)
     return f"{to_text(fused.expr)} where {bound}"
@@ -116,6 +124,24 @@ def _ref(ref: ValueRef | WeightRef) -> str:
 def _rope(rope: Rope | None) -> str:
     if rope is None:
         return ""
-    scaling = f" {rope.scaling.kind} scaling by {rope.scaling.factor:g}" if rope.scaling else ""
     part = f" rotary_dim={rope.rotary_dim}" if rope.rotary_dim != rope.head_dim else ""
-    return f" rope {rope.style} head_dim={rope.head_dim}{part} theta={rope.theta:g}{scaling}"
+    ways = [f"theta={one.theta:g}{_scaled(at_layer(one.scaling, 0))}" for one in rope.tables]
+    of = f" by layer {runs([rope.tables.index(rope.at(i)) for i in range(rope.layers)])}" if len(ways) > 1 else ""
+    return f" rope {rope.style} head_dim={rope.head_dim}{part} {' | '.join(ways)}{of}"
+
+
+def _scaled(scaling: RopeScaling | None) -> str:
+    return f" {scaling.kind} scaling by {scaling.factor:g}" if scaling else ""
+
+
+def _each(value: object) -> str:
+    """What all layers have, or what each has."""
+    if not isinstance(value, PerLayer):
+        return str(value)
+    return f"{runs(['all' if v is None else v for v in value.values])} (layer by layer)"
+
+
+def runs(values: Sequence[object]) -> str:
+    """``5 x 512, all, 5 x 512``."""
+    found = [(value, len(list(same))) for value, same in groupby(values)]
+    return ", ".join(f"{count} x {value}" if count > 1 else str(value) for value, count in found)

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megadsl.ir.expr import reductions
-from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, Rope, ValueRef, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, Rope, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.custom import custom_phase, loads
 from megadsl.lower.exchanges import is_local, merge_lanes, merges_in_cluster
 from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
-from megadsl.lower.handoffs import gather, keep, publish, stages_alone
+from megadsl.lower.handoffs import end_meetings, gather, keep, publish
 from megadsl.lower.heads import in_halves, query_tiles
 from megadsl.lower.launches import join, joined
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.publish import results_of, staged
+from megadsl.lower.row_maps import row_map
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level
@@ -123,6 +124,8 @@ def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     match op:
         case Embed():
             yield Phase(op.name, _title(op), op.span, tuple(_embed(builder, op, role)))
+        case RowMap():
+            yield Phase(op.name, _title(op), op.span, tuple(row_map(builder, op, role)))
         case Linear():
             yield Phase(op.name, _title(op), op.span, tuple(_linear(builder, op, role)))
             if builder.schedule.op(op.name).ways > 1:
@@ -139,17 +142,14 @@ def _title(op: Op) -> str:
     match op:
         case Embed():
             return f"{op.name}: rows of the table"
+        case RowMap():
+            return f"{op.name}: rows of {op.features}"
         case Linear():
             return f"{op.name}: {op.rows} x {op.columns}"
         case Attention():
             return f"{op.name}: {op.heads} heads of {op.head_dim} over {op.kv_heads} KV heads"
         case Custom():
             return f"{op.name}: {op.call.function} of {op.call.header.name}"
-
-
-def _end(builder: Builder, op: Op) -> tuple[str, ...]:
-    alone = op.out is None or stages_alone(builder, op) or finishers(builder.schedule) > 0
-    return () if alone else ("end",)
 
 
 def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
@@ -289,7 +289,7 @@ def _add_parts(builder: Builder, op: Linear, role: str) -> Iterator[Instr]:
     region = Region("exchange", parts.name, parts.level, round_)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "linear": op, "rope": _rotated(op)}
     reads = (region, *bias_regions(op))
-    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (staged(),), syncs=_end(builder, op), args=args)
+    yield Instr(Verb.COMPUTE, "add_parts", op.name, op.span, site, reads, (staged(),), syncs=end_meetings(builder, op), args=args)
     yield from _results(builder, op, role)
 
 
@@ -297,7 +297,7 @@ def _meetings(builder: Builder, op: Linear) -> tuple[str, ...]:
     """Barriers of mk::run_tiles."""
     ways = builder.schedule.op(op.name).ways
     if ways == 1:
-        ends = _end(builder, op)
+        ends = end_meetings(builder, op)
     else:
         ends = ("end",) if builder.exchange(f"{op.name}.parts").wire == "Flag" else ()
     gathered = () if in_registers(op, builder.schedule) else ("gathered",)
@@ -441,7 +441,8 @@ def _merge(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     region = Region("exchange", parts.name, parts.level, round_)
     lanes, at_once = merge_lanes(op, builder.graph.tokens, builder.schedule)
     args = {"parts": parts.name, "wire": parts.wire, "round": round_, "lanes": lanes, "at_once": at_once, "cluster": cluster}
-    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), results_of(builder, op), syncs=_end(builder, op), args=args)
+    syncs = end_meetings(builder, op)
+    yield Instr(Verb.COMPUTE, "merge", op.name, op.span, site, (region,), results_of(builder, op), syncs=syncs, args=args)
     yield publish(builder, op, role, op.out)
     yield from keep(builder, op, op.out)
 

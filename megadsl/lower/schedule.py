@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
-from megadsl.lower.heads import parts_bytes
+from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import takes_chunks
 from megadsl.lower.packing import natural_bytes
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
-from megadsl.lower.tiling import tile_bytes, tiling
+from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
 from megadsl.types import KIB, MIB, ceil_div, round_up
@@ -25,6 +25,7 @@ CONSUMER = "consumer"
 CONSUMER_WARPS = 8
 FEWER_WARPS = 4  # where what they leave of an attention would take more than PARTS_SHARE of a block's shared memory
 PARTS_SHARE = 0.6
+LEAST_RING = 48 * KIB  # or where less would be left beside it for the ring
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
 SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
 LEAST_SMALL = 4  # of them find room in a block's shared memory; else stages are the usual ones
@@ -142,8 +143,9 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
 
 
 def _consumer_warps(graph: Graph, machine: Machine) -> int:
-    parts = max((parts_bytes(op, graph.tokens, CONSUMER_WARPS) for op in graph.ops if isinstance(op, Attention)), default=0)
-    return CONSUMER_WARPS if parts <= PARTS_SHARE * machine.smem_per_block else FEWER_WARPS
+    units = [unit_bytes(op, graph.tokens, CONSUMER_WARPS) for op in graph.ops if isinstance(op, Attention)]
+    fits = all(parts <= PARTS_SHARE * machine.smem_per_block for _, _, parts in units)
+    return CONSUMER_WARPS if fits and all(sum(unit) <= machine.smem_per_block - LEAST_RING for unit in units) else FEWER_WARPS
 
 
 def best_blocks(graph: Graph, machine: Machine) -> int:
@@ -189,7 +191,7 @@ def _default_op(op: Op, blocks: int, tokens: int, residual: str, budget: int) ->
         return OpSchedule(name, LOADER, Prefetch(hint="evict_normal"), splits=_splits(op, blocks, tokens))
     ways = default_ways(op, blocks, tokens, BATCH, budget) if isinstance(op, Linear) else 1
     after = isinstance(op, Linear) and factored(op) is not None
-    if not isinstance(op, Linear) or not kept_values(op):
+    if not isinstance(op, Linear | RowMap) or not kept_values(op):
         residual = "block"
     return OpSchedule(name, LOADER, ways=ways, scale="after" if after else "before", residual=residual)
 
@@ -212,6 +214,9 @@ def balance(graph: Graph, schedule: Schedule) -> Schedule:
     done: set[str] = set()
     ops = {o.op: o for o in schedule.ops}
     for op in graph.ops:
+        if isinstance(op, RowMap):
+            ops[op.name] = _beside(ops[op.name], [ops[p] for p in _kept_from(op, graph) if p in done], graph)
+            done.add(op.name)
         if not isinstance(op, Linear):
             continue
         tiles = tiling(op)
@@ -230,15 +235,23 @@ def balance(graph: Graph, schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(ops[o.op] for o in schedule.ops))
 
 
+def _beside(how: OpSchedule, kept: list[OpSchedule], graph: Graph) -> OpSchedule:
+    """``how`` of a map of rows with its features shared out as those it is made of, so that they stay in the block."""
+    alike = [k for k in kept if _shares(graph, k.op) == _shares(graph, how.op)]
+    return replace(how, share_offset=alike[0].share_offset) if alike and how.share_offset == 0 else how
+
+
 def _shares(graph: Graph, name: str) -> int:
     op = graph.op(name)
-    return tiling(op).shares if isinstance(op, Linear) else 0
+    return tiling(op).shares if isinstance(op, Linear) else ceil_div(op.features, GROUP_ROWS) if isinstance(op, RowMap) else 0
 
 
-def _kept_from(op: Linear, graph: Graph) -> list[str]:
-    """Linears whose results ``op`` adds to its own rows."""
-    producers = [graph.op(graph.value(ref.value).producer) for _, ref in kept_values(op)]
-    return [p.name for p in producers if isinstance(p, Linear)]
+def _kept_from(op: Linear | RowMap, graph: Graph) -> list[str]:
+    """Linears and maps of rows whose results ``op`` adds to its own rows, or whose results are added to its rows behind a norm."""
+    behind = [m for m in graph.ops if isinstance(m, RowMap) and op.out in {ref.value for _, ref in kept_values(m)}]
+    refs = [ref for one in (op, *behind) for _, ref in kept_values(one) if ref.value != op.out]
+    producers = [graph.op(graph.value(ref.value).producer) for ref in refs]
+    return [p.name for p in producers if isinstance(p, Linear | RowMap)]
 
 
 def _added(load: list[int], shares: int, offset: int, share_bytes: int) -> list[int]:

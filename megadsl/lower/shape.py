@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator, Sequence
 
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, kept_values
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
@@ -16,9 +17,13 @@ from megadsl.lower.operands import head_vectors, input_area, prologue_values, sc
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
 from megadsl.ops.custom import weight_elements
+from megadsl.types import PerLayer, round_up
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS = 16
+ALL_ROWS = 2**31 - 1  # the window of a layer that sees all rows, where others do not
+LAYERS_UNIT = 64  # a table of layers has room for a multiple of so many: the kernel's text does not depend on how many there are
+WINDOWS, ROPE_TABLES = "windows", "rope_tables"  # Shape's members with a number for each layer
 
 
 def ident(name: str) -> str:
@@ -71,6 +76,7 @@ def build_shape(
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
+    records.extend(_layer_tables(graph))
     records.extend(_exchange(e) for e in exchanges if e.wire != ASYNC)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
     kv_at = 0
@@ -79,6 +85,37 @@ def build_shape(
         if isinstance(op, Attention):
             kv_at += kv_strides(op, schedule.max_kv)[1] * (graph.layers if op.loop else 1)
     return tuple(records)
+
+
+def windowed(graph: Graph) -> list[Attention]:
+    """Attentions whose window differs from layer to layer; an attention's number in it is its row of Shape's table."""
+    return [op for op in graph.ops if isinstance(op, Attention) and isinstance(op.window, PerLayer)]
+
+
+def rope_tables(graph: Graph) -> int:
+    """Tables of angles: more than one where layers are rotated differently."""
+    return max((len(op.rope.tables) for op in graph.ops if isinstance(op, Attention) and op.rope is not None), default=1)
+
+
+def layer_room(graph: Graph) -> int:
+    """Layers that a table of layers has room for."""
+    return round_up(graph.layers, LAYERS_UNIT)
+
+
+def _layer_tables(graph: Graph) -> Iterator[Record]:
+    """What the layers of the loop do not have in common."""
+
+    def record(name: str, rows: Sequence[Sequence[int]], comment: str) -> Record:
+        room = layer_room(graph)
+        words = tuple(word for row in rows for word in (*row, *(0 for _ in range(room - len(row)))))
+        return Record(f"mk::LayerTable<{len(rows)}, {room}>", name, words, comment)
+
+    windows = [[ALL_ROWS if w is None else w for w in op.window.values] for op in windowed(graph) if isinstance(op.window, PerLayer)]
+    if windows:
+        yield record(WINDOWS, windows, "rows that a token sees in each layer")
+    if rope_tables(graph) > 1:
+        rope = next(op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None)
+        yield record(ROPE_TABLES, [[rope.tables.index(rope.at(layer)) for layer in range(graph.layers)]], "each layer's table of angles")
 
 
 def _smem(memory: Memory) -> tuple[int, ...]:
@@ -99,6 +136,8 @@ def _op(
     match op:
         case Embed():
             return [_embed(op, packed, exchanges)]
+        case RowMap():
+            return _row_map(op, packed, exchanges)
         case Linear():
             return _linear(op, graph, schedule, packed, memory)
         case Attention():
@@ -112,6 +151,14 @@ def _embed(op: Embed, packed: Packed, exchanges: tuple[Exchange, ...]) -> Record
     e = next(x for x in exchanges if x.name == op.out)
     words = (packed.find(op.name).offset // OFFSET_UNIT, op.table.shape[1], e.groups, e.share_offset)
     return Record("mk::EmbedShape", ident(op.name), words)
+
+
+def _row_map(op: RowMap, packed: Packed, exchanges: tuple[Exchange, ...]) -> list[Record]:
+    e, (_, ref) = next(x for x in exchanges if x.name == op.out), op.reduced
+    found = [Record("mk::RowMapShape", ident(op.name), (op.features, ref.begin, e.groups, e.share_offset))]
+    sliced = [(arg, kept.begin) for arg, kept in kept_values(op) if kept.begin]
+    found.extend(Record("mk::i32", begin_name(op.name, arg), (begin,), "first feature of a slice") for arg, begin in sliced)
+    return [*found, *(_vector(packed, vector_name(op, arg)) for arg, _ in vectors(op))]
 
 
 def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory) -> list[Record]:

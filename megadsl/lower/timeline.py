@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Op
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Op, RowMap
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.columns import largest_share, part_shares
 from megadsl.lower.operands import vectors
 from megadsl.lower.tiling import tiling
-from megadsl.types import ceil_div
+from megadsl.types import all_layers, ceil_div
 
 CHUNK_ROWS = 16
 MOST_RECORDS = 1 << 16  # of 16 bytes, per role and block; what does not fit is counted and lost
@@ -27,14 +27,14 @@ def timeline_records(graph: Graph, schedule: Schedule) -> int:
 
 def _stages(op: Op, graph: Graph, schedule: Schedule) -> int:
     """Ring stages that the busiest block takes for one execution of the op."""
-    if isinstance(op, Embed):
+    if isinstance(op, Embed | RowMap):
         return 0
     if isinstance(op, Custom):
         return len(op.weights)
     how = schedule.op(op.name)
     stage = schedule.ring(how.loader).stage_bytes
     if isinstance(op, Attention):
-        rows = schedule.max_kv if op.window is None else min(schedule.max_kv, op.window + CHUNK_ROWS)
+        rows = max(schedule.max_kv if w is None else min(schedule.max_kv, w + CHUNK_ROWS) for w in all_layers(op.window))
         chunks = ceil_div(ceil_div(rows, CHUNK_ROWS), how.splits)
         tiles = ceil_div(op.heads // op.kv_heads * graph.tokens, CHUNK_ROWS)
         units = ceil_div(op.kv_heads * how.splits, schedule.blocks)

@@ -7,7 +7,7 @@ from megadsl.ir import graph
 from megadsl.ir.spec import Node, Tensor
 from megadsl.ops.base import Cost, Family, Outline, shape_text
 from megadsl.ops.rope import check_head_dim
-from megadsl.types import DType, Lifetime
+from megadsl.types import DType, Lifetime, all_layers, at_layer
 
 KV_FEATURES = declare(
     "MK121",
@@ -58,7 +58,7 @@ def _attention(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tupl
     check_head_dim(node, head_dim, found)
     if heads < kv_heads or heads % kv_heads:
         found.add(GQA_RATIO, node.span, name=node.name, heads=heads, kv_heads=kv_heads)
-    window = node.attrs.get("window")
+    window = min((w for w in all_layers(node.attrs.get("window")) if w is not None), default=None)
     if window is not None and window < q.shape[0]:
         found.add(WINDOW, node.span, name=node.name, window=window, tokens=q.shape[0])
     if q.shape[-1] != heads * head_dim:
@@ -84,9 +84,10 @@ def kv_row_bytes(op: graph.Attention) -> int:
     return 2 * op.kv_heads * op.cache_dim * DType.BF16.bytes
 
 
-def cost(op: graph.Attention, tokens: int, kv_len: int) -> Cost:
-    """Old KV rows that are seen are read once, new ones written once; scores and products over both; vectors of maps once."""
-    rows = (kv_len if op.window is None else min(kv_len, op.window - 1)) + tokens
+def cost(op: graph.Attention, tokens: int, kv_len: int, layer: int) -> Cost:
+    """Old KV rows that a layer sees are read once, new ones written once; scores and products over both; vectors of maps once."""
+    window = at_layer(op.window, layer)
+    rows = (kv_len if window is None else min(kv_len, window - 1)) + tokens
     features = (op.heads * 2 + op.kv_heads * 2) * op.head_dim  # q, out; k, v
     vectors = sum(ref.shape[0] for _, fused in op.maps for _, ref in fused.args if isinstance(ref, graph.WeightRef))
     return Cost(

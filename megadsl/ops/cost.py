@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap
 from megadsl.machine import Machine
-from megadsl.ops import attention, custom, embed, linear
+from megadsl.ops import attention, custom, embed, linear, map
 from megadsl.ops.attention import kv_row_bytes
 from megadsl.ops.base import Cost
 
 
-def cost(op: Op, tokens: int, kv_len: int) -> Cost:
-    """Cost of one run of ``op`` with ``tokens`` new tokens on top of ``kv_len`` cached rows."""
+def cost(op: Op, tokens: int, kv_len: int, layer: int = 0) -> Cost:
+    """Cost of one run of ``op``, that of ``layer``, with ``tokens`` new tokens on top of ``kv_len`` cached rows."""
     match op:
         case Embed():
             return embed.cost(op, tokens)
+        case RowMap():
+            return map.cost(op, tokens)
         case Linear():
             return linear.cost(op, tokens)
         case Attention():
-            return attention.cost(op, tokens, kv_len)
+            return attention.cost(op, tokens, kv_len, layer)
         case Custom():
             return custom.cost(op, tokens)
 
@@ -29,7 +31,7 @@ def runs(graph: Graph, op: Op) -> int:
 
 def total_cost(graph: Graph, tokens: int, kv_len: int) -> Cost:
     """Cost of one launch."""
-    return sum((cost(op, tokens, kv_len).times(runs(graph, op)) for op in graph.ops), Cost())
+    return sum((cost(op, tokens, kv_len, layer) for op in graph.ops for layer in range(runs(graph, op))), Cost())
 
 
 def floor_seconds(graph: Graph, machine: Machine, kv_len: int) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megadsl.diagnostics import Collector, declare
+from megadsl.ir import graph
 from megadsl.ir.spec import Node, Tensor
-from megadsl.ops.base import Family, Outline, shape_text
+from megadsl.ops.base import Cost, Family, Outline, shape_text
 from megadsl.types import DType, Lifetime
 
 MAP_FEATURES = declare(
@@ -53,3 +54,11 @@ def _outline(node: Node, inputs: tuple[Tensor, ...], found: Collector) -> tuple[
 
 
 MAP = Family("map", _outline)
+
+
+def cost(op: graph.RowMap, tokens: int) -> Cost:
+    """Vectors once; all values that are read, the one that is reduced as a whole, and the result through the exchange."""
+    bf16 = DType.BF16.bytes
+    vectors = sum(ref.shape[0] for _, ref in op.fused.args if isinstance(ref, graph.WeightRef))
+    read = sum(ref.features for _, ref in graph.kept_values(op))
+    return Cost(weight_bytes=vectors * bf16, exchange_bytes=tokens * (read + op.features) * bf16)

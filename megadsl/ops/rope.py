@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,10 @@ SCALINGS = {
         "high_freq_factor": "high",
         "original_max_position_embeddings": "positions",
     },
+    "yarn": {"factor": "factor", "original_max_position_embeddings": "positions"},
 }
+OPTIONAL: dict[str, dict[str, tuple[str, float]]] = {"yarn": {"beta_fast": ("high", 32.0), "beta_slow": ("low", 1.0)}}
+_MAGNITUDE = ("attention_factor", "mscale", "mscale_all_dim")  # of yarn
 UNSCALED = ("default", None)
 
 
@@ -56,19 +60,39 @@ def rope_scaling(given: object, found: Collector, span: Span) -> RopeScaling | N
         return None
     if kind in UNSCALED:
         return None
-    fields: dict[str, Any] = {}
-    for field, name in SCALINGS[kind].items():
+    fields: dict[str, Any] = dict(OPTIONAL.get(kind, {}).values())
+    names = SCALINGS[kind] | {field: name for field, (name, _) in OPTIONAL.get(kind, {}).items()}
+    names |= {field: field for field in (_MAGNITUDE if kind == "yarn" else ())}
+    before = len(found.found)
+    for field, name in names.items():
         value = given.get(field)
+        if value is None and field not in SCALINGS[kind]:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             found.add(SCALING_FIELD, span, kind=kind, field=field, value="none" if value is None else repr(value))
-        else:
-            fields[name] = value
-    if len(fields) < len(SCALINGS[kind]):
+        fields[name] = value
+    if len(found.found) > before:
         return None
-    if kind == "llama3" and fields["high"] <= fields["low"]:
-        found.add(SCALING_FIELD, span, kind=kind, field="high_freq_factor above low_freq_factor", value=repr(fields["high"]))
+    if fields.get("high", 2) <= fields.get("low", 1):
+        field = "high_freq_factor above low_freq_factor" if kind == "llama3" else "beta_fast above beta_slow"
+        found.add(SCALING_FIELD, span, kind=kind, field=field, value=repr(fields["high"]))
         return None
+    if kind == "yarn":
+        fields |= {"amplitude": _amplitude(fields), "whole": given.get("truncate", True) is not False}
     return RopeScaling(kind, **fields)
+
+
+def _amplitude(fields: dict[str, Any]) -> float:
+    """What yarn multiplies cosines and sines by: what it is given, else 0.1 ln(factor) + 1 (Peng et al., 2023, section 3.4), or the
+    quotient of two such numbers. Takes its fields out of ``fields``."""
+    given, over, under = (fields.pop(name, None) for name in _MAGNITUDE)
+    if given is not None:
+        return float(given)
+
+    def of(scale: float) -> float:
+        return 0.1 * scale * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
+
+    return of(over) / of(under) if over and under else of(1.0)
 
 
 def dims_text(dims: Sequence[int]) -> str:

@@ -90,13 +90,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.float() @ weight.float().T
 
 
-def rope_table(positions: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 (n, head_dim / 2), of position * frequencies[i] (see ir.graph.Rope).
+def rope_table(positions: Tensor, frequencies: Sequence[float], amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 (n, head_dim / 2), of position * frequencies[i], times ``amplitude`` (see ir.graph.Rope).
 
     Angles and functions are float64 before the one rounding: at position 9000 an fp32 angle is off by 5e-4.
     """
     angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
-    return angles.cos().float(), angles.sin().float()
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:

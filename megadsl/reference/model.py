@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megadsl.ir.expr import Expr
-from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, ValueRef, WeightRef
 from megadsl.reference import custom, meaning
+from megadsl.types import at_layer
 
 Observer = Callable[[str, int, Tensor], None]
 
@@ -154,6 +155,8 @@ class GraphModel:
                     rows if op.expr is None else self._arithmetic.evaluate(op.expr, {"x": rows}, (len(rows), rows.shape[1])),
                     run,
                 )
+            case RowMap():
+                self._put(op.out, layer, self._fused(op.fused, op.features, layer, run, {}), run)
             case Linear():
                 self._linear(op, layer, run)
             case Attention():
@@ -209,10 +212,10 @@ class GraphModel:
             product = product + self._weight(part.bias, layer)
         if part.turned is None:
             return product
-        return self._rotated(product.view(len(product), -1, part.turned.head_dim), part.turned, run).flatten(1)
+        return self._rotated(product.view(len(product), -1, part.turned.head_dim), part.turned, layer, run).flatten(1)
 
-    def _rotated(self, heads: Tensor, rope: Rope, run: _Step) -> Tensor:
-        cos, sin = run.angles(rope)
+    def _rotated(self, heads: Tensor, rope: Rope, layer: int, run: _Step) -> Tensor:
+        cos, sin = run.angles(rope.at(layer))
         return self._arithmetic.rope(heads, cos, sin, rope.style)
 
     def _mapped(self, op: Attention, which: str, heads: Tensor, layer: int, run: _Step) -> Tensor:
@@ -224,7 +227,7 @@ class GraphModel:
             rows = heads.flatten(0, 1)
             args = {name: self._weight(ref, layer) if isinstance(ref, WeightRef) else rows for name, ref in fused.args}
             heads = self._arithmetic.evaluate(fused.expr, args, (len(rows), op.head_dim)).view(heads.shape)
-        return self._arithmetic.store(heads if op.rope is None else self._rotated(heads, op.rope, run))
+        return self._arithmetic.store(heads if op.rope is None else self._rotated(heads, op.rope, layer, run))
 
     def _attention(self, op: Attention, layer: int, run: _Step) -> None:
         def heads(ref: ValueRef) -> Tensor:
@@ -235,7 +238,8 @@ class GraphModel:
         meaning.append(values, heads(op.v), self.kv_len)
         rows = run.visible.shape[1]
         q = self._mapped(op, "q", heads(op.q), layer, run)
-        visible = run.visible if op.window is None else meaning.windowed(run.visible, op.window)
+        window = at_layer(op.window, layer)
+        visible = run.visible if window is None else meaning.windowed(run.visible, window)
         out = self._arithmetic.attention(q, keys[:, :rows], values[:, :rows], visible, op.scale, op.softcap)
         self._put(op.out, layer, out.flatten(1), run)
 
@@ -269,7 +273,7 @@ class _Step:
 
     def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
         if rope not in self._angles:
-            self._angles[rope] = meaning.rope_table(self._positions, rope.frequencies)
+            self._angles[rope] = meaning.rope_table(self._positions, rope.frequencies, rope.amplitude)
         return self._angles[rope]
 
 
@@ -296,6 +300,8 @@ def _weight_refs(op: Op) -> list[WeightRef]:
     match op:
         case Embed():
             return [op.table]
+        case RowMap():
+            return [ref for _, ref in op.fused.args if isinstance(ref, WeightRef)]
         case Linear():
             fused = [op.prologue, *([op.epilogue] if op.epilogue is not None else [])]
             vectors = [ref for f in fused for _, ref in f.args if isinstance(ref, WeightRef)]

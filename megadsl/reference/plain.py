@@ -16,9 +16,10 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary
-from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, ValueRef, WeightRef
+from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, ValueRef, WeightRef
 from megadsl.reference import custom, meaning
 from megadsl.reference.model import checked, checkpoint_name, layers_of, program
+from megadsl.types import at_layer
 
 Values = dict[str, Tensor]
 Term = Callable[[Values], Tensor]
@@ -100,7 +101,7 @@ class PlainModel:
     def rope(self, rope: Rope) -> str:
         """The name of a rotation's table: cos and signed sin of every position, fp32 (max_kv, head_dim)."""
         if rope not in self._tables:
-            cos, sin = meaning.rope_table(torch.arange(self.max_kv, device=self._device), rope.frequencies)
+            cos, sin = meaning.rope_table(torch.arange(self.max_kv, device=self._device), rope.frequencies, rope.amplitude)
             if rope.style == "half":
                 self._tables[rope] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             else:
@@ -125,6 +126,8 @@ class _Builder:
         match op:
             case Embed():
                 return self._embed(op, layer)
+            case RowMap():
+                return self._row_map(op, layer)
             case Linear():
                 return self._linear(op, layer)
             case Attention():
@@ -169,11 +172,20 @@ class _Builder:
 
         return run
 
+    def _row_map(self, op: RowMap, layer: int) -> Action:
+        term = self._fused(op.fused, op.features, layer, {})
+        (name,) = self._define(op.out, [(0, op.features)])
+
+        def run(values: Values) -> None:
+            values[name] = values["result"] = term(values)
+
+        return run
+
     def _linear(self, op: Linear, layer: int) -> Action:
         x, weight, bias = self._fused(op.prologue, op.columns, layer, {}), self._model.stacked(op, layer), self._model.bias(op, layer)
         pieces = _pieces(op)
         bounds = [sum(size for _, size, _ in pieces[:i]) for i in range(len(pieces))]
-        turns = [_rotation(self._model.rope(rope), rope) if rope is not None else None for _, _, rope in pieces]
+        turns = [_rotation(self._model.rope(rope.at(layer)), rope) if rope is not None else None for _, _, rope in pieces]
         sizes, turned, last = [size for _, size, _ in pieces], any(turns), op is self._model.graph.ops[-1]
         names = [name for name, _, _ in pieces]
         if op.epilogue is None:
@@ -207,13 +219,13 @@ class _Builder:
             shape = (self._model.count * (ref.features // op.head_dim), op.head_dim)
             args = {name: self._operand(at, layer) if isinstance(at, WeightRef) else _reshaped(term, shape) for name, at in fused.args}
             term = _reshaped(plain_term(fused.expr, args, shape), (self._model.count, ref.features))
-        return term if op.rope is None else _turned(term, _rotation(self._model.rope(op.rope), op.rope))
+        return term if op.rope is None else _turned(term, _rotation(self._model.rope(op.rope.at(layer)), op.rope))
 
     def _attention(self, op: Attention, layer: int) -> Action:
         q, k, v = self._heads(op, "q", op.q, layer), self._heads(op, "k", op.k, layer), self._operand(op.v, layer)
         keys, values_ = self._model.caches[op.cache, layer]
         positions, rows, dim = self._model.positions, self._rows, op.head_dim
-        attend = _attend(self._form, op, self._model.count, rows, positions.device)
+        attend = _attend(self._form, op, at_layer(op.window, layer), self._model.count, rows, positions.device)
         (name,) = self._define(op.out, [(0, op.heads * dim)])
 
         def heads(x: Tensor) -> Any:
@@ -286,16 +298,18 @@ def _rotation(table: str, rope: Rope) -> Callable[[Tensor, Values], Tensor]:
     return rotate
 
 
-def _attend(form: str, op: Attention, count: int, rows: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of q (1, heads, count, D) over k and v (1, kv_heads, rows, D)."""
+def _attend(
+    form: str, op: Attention, window: int | None, count: int, rows: int, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention of q (1, heads, count, D) over k and v (1, kv_heads, rows, D), in a layer of that window."""
     scale, kv_heads, group = op.scale, op.kv_heads, op.heads // op.kv_heads
-    hides = op.window is not None and op.window < rows  # the form takes no mask: then it is as "grouped"
+    hides = window is not None and window < rows  # the form takes no mask: then it is as "grouped"
     if form == "gqa" and not hides and op.softcap is None:
         bias = causal_lower_right(count, rows) if count > 1 else None
         return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=group > 1)
     # the query heads of a KV head become its query rows
     seen = meaning.visible_rows(rows - count, [(2 << t) - 1 for t in range(count)], device)
-    seen = seen if op.window is None else meaning.windowed(seen, op.window)
+    seen = seen if window is None else meaning.windowed(seen, window)
     mask = None if bool(seen.all()) else seen.repeat(group, 1)
 
     def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

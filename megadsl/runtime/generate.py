@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from megadsl.runtime.program import Program, Snapshot, resolve_device
 from megadsl.runtime.tokenizer import Tokenizer, tokenizer_in, tokenizer_known, tokenizer_of
 from megadsl.runtime.weights import GgufSource, SafetensorsSource, WeightSource, open_weights
 from megadsl.source import UNKNOWN
+from megadsl.types import PerLayer, all_layers
 
 KV_FULL = declare(
     "MK450",
@@ -314,15 +315,19 @@ def check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
         return
     spec = rope_of(manifest["rope"])
     theta, scaling = (source.file.config["rope_theta"], None) if isinstance(source, GgufSource) else rope_fields(source.config)
+    thetas: list[float] = theta if isinstance(theta, list) else [theta]
+    scalings: list[Any] = scaling if isinstance(scaling, list) else [scaling]
     found = Collector()
-    trained = rope_scaling(scaling, found, UNKNOWN)
+    trained = [rope_scaling(one, found, UNKNOWN) for one in scalings]
     rotary = spec.head_dim if isinstance(source, GgufSource) else int(spec.head_dim * rotated_part(source.config))
-    if spec.theta != theta or spec.scaling != trained or spec.rotary_dim != rotary or found.found:
-        own = None if spec.scaling is None else asdict(spec.scaling)
+    same = replace(spec, theta=PerLayer(tuple(thetas)).alike(), scaling=PerLayer(tuple(trained)).alike(), rotary_dim=rotary)
+    if spec != same or found.found:
         parts = (None, None) if spec.rotary_dim == rotary else (spec.rotary_dim, rotary)
-        raise error(THETA, spec=_rotation(spec.theta, own, parts[0]), checkpoint=_rotation(theta, scaling, parts[1]))
+        own = [None if one is None else asdict(one) for one in all_layers(spec.scaling)]
+        raise error(THETA, spec=_rotation(all_layers(spec.theta), own, parts[0]), checkpoint=_rotation(thetas, scalings, parts[1]))
 
 
-def _rotation(theta: float, scaling: object, rotary_dim: int | None) -> str:
-    scaled = f", scaling={scaling}" if scaling is not None else ""
-    return f"theta={theta:g}{scaled}" + (f", rotary_dim={rotary_dim}" if rotary_dim is not None else "")
+def _rotation(thetas: Iterable[float], scalings: Iterable[object], rotary_dim: int | None) -> str:
+    theta = " or ".join(dict.fromkeys(f"theta={one:g}" for one in thetas))
+    scaled = " or ".join(dict.fromkeys(f", scaling={one}" for one in scalings if one is not None))
+    return f"{theta}{scaled}" + (f", rotary_dim={rotary_dim}" if rotary_dim is not None else "")

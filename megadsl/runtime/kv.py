@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from megadsl.ir.graph import Rope, RopeScaling
 from megadsl.runtime.pack import pair_order
-from megadsl.types import ceil_div
+from megadsl.types import PerLayer, ceil_div
 
 _ROWS = 16  # rows of a chunk
 _ELEMENT = 2  # bytes of bf16
@@ -76,15 +76,21 @@ class KvCache:
 
 def rope_of(record: Mapping[str, Any]) -> Rope:
     """The rotation in a manifest."""
-    scaling = record["scaling"]
-    scaled = None if scaling is None else RopeScaling(**scaling)
-    return Rope(record["head_dim"], record["theta"], record["style"], scaled, record["rotary_dim"])
+
+    def each(value: Any, of: Callable[[Any], Any]) -> Any:  # a PerLayer is a record of its values
+        return PerLayer(tuple(map(of, value["values"]))) if isinstance(value, Mapping) and "values" in value else of(value)
+
+    theta = each(record["theta"], float)
+    scaling = each(record["scaling"], lambda fields: None if fields is None else RopeScaling(**fields))
+    return Rope(record["head_dim"], theta, record["style"], scaling, record["rotary_dim"])
 
 
 def rope_table(rope: Rope, rows: int) -> torch.Tensor:
-    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], from fp64. Pairs that are not
-    rotated have the angle 0, so that the kernel knows of whole heads only."""
+    """Cosines and sines, fp32 (rows, head_dim / 2, 2): entry [p, i] is of the angle p * frequencies[i], times the amplitude, from fp64.
+    Pairs that are not rotated have the angle 0, so that the kernel knows of whole heads only."""
     frequencies = torch.zeros(rope.head_dim // 2, dtype=torch.float64)
     frequencies[: rope.rotary_dim // 2] = torch.tensor(rope.frequencies, dtype=torch.float64)
     angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequencies
-    return torch.stack((angle.cos(), angle.sin()), -1).to(torch.float32)
+    amplitude = torch.ones(rope.head_dim // 2, dtype=torch.float64)
+    amplitude[: rope.rotary_dim // 2] = rope.amplitude
+    return torch.stack((amplitude * angle.cos(), amplitude * angle.sin()), -1).to(torch.float32)

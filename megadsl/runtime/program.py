@@ -228,7 +228,7 @@ class Program:
         buffers |= given
         rope = self.manifest["rope"]
         if rope is not None:
-            table = rope_table(rope_of(rope), self.manifest["max_kv"])
+            table = torch.stack([rope_table(one, self.manifest["max_kv"]) for one in rope_of(rope).tables])
             buffers["rope"].view(torch.float32).copy_(table.flatten())
         return {name: buffers[name] for name in BUFFERS}
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
-from megadsl.ir.graph import Attention, Linear, kept_values
+from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
 from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
@@ -300,7 +300,7 @@ TURNS: tuple[Turn, ...] = (
     ),
     Turn(
         knobs_of(OP)["residual"],
-        lambda scene: [(op.name,) for op in linears(scene.graph) if kept_values(op)],
+        lambda scene: [(op.name,) for op in scene.graph.ops if isinstance(op, Linear | RowMap) and kept_values(op)],
         _op_field("residual"),
         lambda scene, of: RESIDUALS,
         _each_run(0.2),

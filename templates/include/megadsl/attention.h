@@ -307,7 +307,7 @@ MK_DEV u32 hold_chunks(const B& block, R& reader, u32 site, const Unit& unit, u3
 // is held of `begun` stages, then stages of cached rows, then this step's own chunk: one loop, so that the arithmetic exists once.
 template <bool kHolds, class T, class B, class R, class S, u32 kMasks>
 MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShape& s, u32 kv_len, u32 tokens, const Unit& unit, u32 next,
-                        u32 classes, u32 begun, const u32 (&ancestors)[kMasks], i32 meeting, HeldChunk<T>& held, S& state) {
+                        u32 classes, u32 begun, const u32 (&ancestors)[kMasks], i32 meeting, u32 window, HeldChunk<T>& held, S& state) {
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 cached = unit.end - unit.begin, stages = ceil_div(cached, kPerStage);
   const float scale_log2 = ptx::bits_float(u32(s.scale_log2));
@@ -333,7 +333,7 @@ MK_DEV void take_chunks(const B& block, R& reader, u32 site, const AttentionShap
         seen[r] = (1u << exist) - 1;
         if (next == cached) seen[r] &= ancestors[r % kMasks];
         if (T::kWindow != 0 && next < cached)
-          seen[r] &= rows_from((unit.begin + next) * kChunkRows, window_begin(kv_len, T::kWindow, depth[r % kMasks]));
+          seen[r] &= rows_from((unit.begin + next) * kChunkRows, window_begin(kv_len, window, depth[r % kMasks]));
       }
       const LyingChunk<T> lying = {from.template at<char>((next - first) * T::kChunkBytes), block.lane()};
       if constexpr (kHolds) {
@@ -359,18 +359,18 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
 // queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `pause`: ns before the first poll. `heads`: what is
-// made of queries and keys before they are multiplied.
+// made of queries and keys before they are multiplied. `window`: the layer's.
 template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class E, class H = AsGathered>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, i32 meeting,
-                          u32 pause, const H& heads = {}) {
+                          u32 pause, const H& heads = {}, u32 window = T::kWindow) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16);
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(s.divisor(), u, kv_len, T::kWindow);
+    const Unit unit = attention_unit(s.divisor(), u, kv_len, window);
     const u32 chunks = unit.end - unit.begin + (unit.fresh ? 1 : 0);
     // No more classes of chunks than there is work for: each leaves a part to add.
     const auto classes_of = [&](u32 tiles) { return min_u32(B::kWarps / tiles, max_u32(chunks, 1)); };
@@ -405,7 +405,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
       const u32 tiles = tiles_from(first_tile), classes = classes_of(tiles), tile = block.warp() % tiles, mine = block.warp() / tiles;
       S<T> state(block.template at<char>(s.queries + i32((first_tile + tile) * T::kPanels * 16 * 64)), block.lane());
       take_chunks<kHolds, T>(block, reader, ring_site, s, kv_len, step.tokens, unit, mine < classes ? mine : ~0u, classes,
-                             first_tile == 0 ? held_stages : 0, ancestors, meeting, held, state);
+                             first_tile == 0 ? held_stages : 0, ancestors, meeting, window, held, state);
       const u32 taken = reader.taken.now();
       if constexpr (kHalves) publish_halves<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, tiles, taken, state);
       else publish_all<PartWire, T>(block, ring_site, s, parts, parts_sequence, u, first_tile, tiles, classes, taken, rows, state);

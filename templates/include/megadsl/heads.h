@@ -182,10 +182,11 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
 }
 
 // Consumer side of attention for all units of this block; as run_attention, a block without a unit meets as well. kRows: query rows of a
-// KV head. `pause`: ns before the first poll.
+// KV head. `pause`: ns before the first poll. `window`: the layer's.
 template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class E, class Heads = AsGathered>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
-                      const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, u32 pause, const Heads& heads = {}) {
+                      const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, u32 pause, const Heads& heads = {},
+                      u32 window = T::kWindow) {
   static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 warp = block.warp(), lane = block.lane();
@@ -193,7 +194,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
   if (block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.meet();
 #pragma unroll 1
   for (u32 u = block.cx.block; u < u32(s.kv_heads) * u32(s.splits); u += block.cx.blocks.value) {
-    const Unit unit = attention_unit(s.divisor(), u, step.kv_len, T::kWindow);
+    const Unit unit = attention_unit(s.divisor(), u, step.kv_len, window);
     const u32 cached = unit.end - unit.begin, chunks = cached + (unit.fresh ? 1 : 0), stages = ceil_div(cached, kPerStage);
     const u32 classes = min_u32(B::kWarps, max_u32(chunks, 1));  // no more than there is work for: each leaves a part to add
     const bool fresh = unit.fresh && cached % B::kWarps == warp;  // this warp takes this step's row: the last of the chunks, in turn
@@ -226,7 +227,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
         if (lies || !old) chunk.load({from.template at<char>(lies ? (next - first) * T::kChunkBytes : 0), lane});
         const u32 exist = old ? min_u32(kChunkRows, step.kv_len - (unit.begin + next) * kChunkRows) : step.tokens;
         u32 seen = ((1u << exist) - 1) & (old ? ~0u : ancestors);
-        if (T::kWindow != 0 && old) seen &= rows_from((unit.begin + next) * kChunkRows, window_begin(step.kv_len, T::kWindow, 1));
+        if (T::kWindow != 0 && old) seen &= rows_from((unit.begin + next) * kChunkRows, window_begin(step.kv_len, window, 1));
         state.take(chunk, lane, scale_log2, {seen, seen}, exist);
       }
       if (!lies) break;

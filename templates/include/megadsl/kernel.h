@@ -13,6 +13,7 @@
 #include "megadsl/parts.h"
 #include "megadsl/prologue.h"
 #include "megadsl/rope.h"
+#include "megadsl/rows.h"
 #include "megadsl/sample.h"
 #include "megadsl/tape.h"
 #include "megadsl/wide.h"

@@ -18,7 +18,7 @@ struct TapeEntry {
   u32 layer_stride;  // likewise
   u32 bytes;         // of the run; of one cache chunk for kCache
   u32 step;          // bytes per stage
-  u32 tile;          // number of the first tile, for reports; kCache, of kernels with windows: how many rows a token sees, 0 for all
+  u32 tile;          // number of the first tile, for reports; kCache, of kernels with windows: as AttentionTiling::kWindow
   u32 repeats;       // runs, each `stride` behind the one before; kCache: times each unit's rows are streamed; kPrefetchCache: most bytes
   u64 policy;
   u32 stride;        // 16-byte units; kCache: from KV head to KV head; kGate, kRows: shared-memory offset of the word to wait for
@@ -82,8 +82,9 @@ struct Walk {
   }
 };
 
-// kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are.
-template <class R, bool kWindows = false, bool kAhead = false>
+// kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are. W:
+// OneWindow, or LayerWindows.
+template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow>
 struct Tape {
   using Copies = typename R::Copies;
 
@@ -96,9 +97,10 @@ struct Tape {
   Step step;
   u32 gates;  // rounds of a step, see gates_before
   u32 layers = 0;  // kAhead: beyond the last there is nothing to prefetch
+  W windows;
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds)
-      : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds) {}
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {})
+      : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
@@ -206,7 +208,7 @@ struct Tape {
     return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index, u32 layer) const {
-    const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? e.tile : 0);
+    const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? windows.of(e.tile, layer) : 0);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }

@@ -25,7 +25,7 @@ struct AttentionShape {
   MK_DEV Divisor divisor() const { return {u32(splits), u32(splits_inverse)}; }
 };
 
-// kWindow: how many rows a token sees, its own included; 0 for all.
+// kWindow: how many rows a token sees, its own included; 0 for all; with kOfLayer, where each layer's number stands.
 template <u32 kHeadDim_, class B, u32 kWindow_ = 0, class Score_ = PlainScore>
 struct AttentionTiling {
   using Score = Score_;

@@ -8,6 +8,25 @@
 
 namespace mk {
 
+// A window that differs from layer to layer is a row of Shape's table: of an attention's own window, this bit and the row's number.
+constexpr u32 kOfLayer = 1u << 31;
+
+// A number of each layer, of `kRows` things.
+template <u32 kRows, u32 kLayers>
+struct LayerTable {
+  i32 at[kRows][kLayers];
+};
+
+// How loaders find the window of a layer: it is in the tape, or the tape says in which row it stands.
+struct OneWindow {
+  MK_DEV u32 of(u32 window, u32) const { return window; }
+};
+template <class Table>
+struct LayerWindows {
+  const Table& table;
+  MK_DEV u32 of(u32 window, u32 layer) const { return (window & kOfLayer) != 0 ? u32(table.at[window & ~kOfLayer][layer]) : window; }
+};
+
 // What becomes of a score; `scale` is AttentionShape::scale_log2. A kernel with a soft cap brings its own.
 struct PlainScore {
   MK_DEV static float of(float score, float scale) { return score * scale; }

@@ -194,9 +194,9 @@ def carried_expression(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)
     for layer in mk.layers(cfg.layers):
         y = mk.linear(x, layer.weight("w", (HIDDEN, HIDDEN)))
-        x = x + mk.rms_norm(y, layer.weight("norm", HIDDEN), eps=1e-5)
-        # MK196 `x +` | 'x' leaves the loop as map 'add' | an elementwise expression of a linear's output
-        # mend: mk.rms_norm(y, layer.weight("norm", HIDDEN), eps=1e-5) => y
+        x = mk.map("x + y * w", x=x, y=y, w=layer.weight("scale", HIDDEN))
+        # MK196 `mk.map(` | 'x' leaves the loop as map 'map' | an elementwise expression of a linear's output
+        # mend: "x + y * w", x=x, y=y, w=layer.weight("scale", HIDDEN) => "x + y * y", x=x, y=y
     return head(x)
 
 
@@ -238,4 +238,27 @@ def cache_read_twice(cfg: Any, tokens: int = 1) -> mk.Tensor:
         # MK199 `mk.attention(` | cache 'kv' is read by 2 attentions | declare one cache for each attention
         # mend: b = mk.attention(q, kv => b = mk.attention(q, layer.kv_cache(2, 64).append(k, v)
         x = x + mk.linear(a * b, layer.weight("o", (HIDDEN, HIDDEN)))
+    return head(x)
+
+
+@mk.kernel
+def norm_of_a_norm_behind(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        y = mk.linear(x, layer.weight("w", (HIDDEN, HIDDEN)))
+        n = mk.rms_norm(y, layer.weight("a", HIDDEN), eps=1e-6)
+        x = x + mk.rms_norm(n, layer.weight("b", HIDDEN), eps=1e-6)
+        # MK258 `x +` | contains another one | reduce over one value alone
+        # mend: mk.rms_norm(n, layer.weight("b", HIDDEN), eps=1e-6) => n
+    return head(x)
+
+
+@mk.kernel
+def norm_of_a_sum_behind(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        y = mk.linear(x, layer.weight("w", (HIDDEN, HIDDEN)))
+        x = mk.map("(x + y) / mean((x + y) * y)", x=x, y=y)
+        # MK258 `mk.map(` | is over several values | reduce over one value alone
+        # mend: mean((x + y) * y) => mean(y * y)
     return head(x)

@@ -201,3 +201,15 @@ def config_by_key(cfg: Any, tokens: int = 1) -> mk.Tensor:
     return head(mk.embed(mk.weight("e", (cfg["vocab"], HIDDEN)), mk.input_ids(tokens)))
     # MK220 `cfg["vocab"]` | 'Config' object is not subscriptable | read the configuration's fields as attributes
     # mend: cfg["vocab"] => «cfg.»vocab
+
+
+@mk.kernel
+def too_few_windows(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = start(tokens)
+    for layer in mk.layers(cfg.layers):
+        q, k, v = mk.linear(x, *(layer.weight(n, (HIDDEN, HIDDEN)) for n in "qkv"))
+        a = mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2, window=mk.per_layer([None, 64, None]))
+        # MK256 `mk.attention(` | window is given for 3 layers, but the loop has 2 | give mk.per_layer one value for each layer
+        # mend: [None, 64, None] => [None, 64]
+        x = x + out(layer, a)
+    return head(x)

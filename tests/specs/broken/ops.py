@@ -144,9 +144,9 @@ def rope_scaling_kind(cfg: Any, tokens: int = 1) -> mk.Tensor:
     x = start(tokens)
     for layer in mk.layers(cfg.layers):
         q, k, v = mk.linear(x, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
-        q, k = mk.rope(q, k, head_dim=64, theta=1e4, scaling={"rope_type": "yarn", "factor": 4.0})
-        # MK252 `mk.rope(` | unknown scaling 'yarn' | linear, llama3
-        # mend: yarn => «linear»
+        q, k = mk.rope(q, k, head_dim=64, theta=1e4, scaling={"rope_type": "ntk", "factor": 4.0})
+        # MK252 `mk.rope(` | unknown scaling 'ntk' | linear, llama3, yarn
+        # mend: ntk => «linear»
         x = x + out(layer, mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2))
     return head(x)
 
