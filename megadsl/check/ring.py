@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from megadsl.check.batch import Batch, after, batches, segments
 from megadsl.check.memory import block_kinds
 from megadsl.check.model import Device, Step, attention_unit
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
 from megadsl.lower.gathers import tiles_together
+from megadsl.lower.heads import FEW_ROWS
 from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces, pass_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.shape import CHUNK_ROWS
@@ -105,6 +107,7 @@ class Block:
     block: int
     kv_len: int
     turns: int = 1
+    batch: Batch = ()  # in place of kv_len, where the kernel serves several sequences
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
@@ -149,11 +152,22 @@ class Block:
         """(unit and pass, stages) of an attention's cached rows in a step of the launch."""
         rows = self.kv_len + (self.device.tokens + turn - 1 if turn else 0)
         heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
+        if self.batch:
+            yield from self._batch_stages(op, max(per_stage, 1), turn)
+            return
         for unit in range(self.block, heads.units, self.device.blocks):
             _, begin, end, _ = attention_unit(heads.splits, unit, rows, heads.window)
             for turn in range(heads.passes(self.device.warps)):
                 if end > begin:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
+
+    def _batch_stages(self, op: str, per_stage: int, turn: int) -> Iterator[tuple[tuple[object, ...], int]]:
+        heads, token_rows = self.device.heads(op), self.device.heads(op).rows // self.device.tokens
+        for unit in range(self.block, heads.units, self.device.blocks):
+            for s in segments(heads.splits, unit % heads.splits, after(self.batch, turn), heads.window):
+                for one in range(ceil_div(s.tokens * token_rows, FEW_ROWS * self.device.warps)):
+                    if s.end > s.begin:
+                        yield (unit, s.sequence, one), ceil_div(s.end - s.begin, per_stage)
 
     def _chunk(self, op: str) -> int:
         return CHUNK_ROWS * int(self.device.op(op).cache_dim) * 4
@@ -401,16 +415,22 @@ def check_rings(device: Device, findings: Findings) -> list[str]:
     """Arrivals, sizes, order and progress of every ring."""
     _sizes(device, findings)
     lengths, kinds, count = kv_lengths(device), block_kinds(device), 0
+    cases: list[tuple[int, Batch]] = [(kv_len, ()) for kv_len in lengths]
+    cached = ", ".join(map(str, lengths))
+    if device.sequences > 1:
+        cases = [(0, batch) for batch in batches(device.sequences, device.tokens, lengths, device.plan.schedule.max_kv)]
+        cached += f" in {len(cases)} batches of {device.sequences}"
     for block in kinds:
-        for kv_len in lengths:
-            count += _Play(Block(device, block, kv_len, device.turns(TURNS)), min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
+        for kv_len, batch in cases:
+            played = Block(device, block, kv_len, device.turns(TURNS), batch)
+            count += _Play(played, min(LAYERS, max(1, device.plan.graph.layers)), findings).run()
     rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
     filled = "one lane asks for a stage, whose barrier counts its bytes"
     if device.plan.tunables.copies == "lanes":
         filled = f"all {WARP_THREADS} lanes of a loader's warp copy to each stage and arrive at its barrier, which counts them"
     return [
         f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
-        f" x kv_len {', '.join(map(str, lengths))}, {device.turns(TURNS)} steps ({count} actions)",
+        f" x kv_len {cached}, {device.turns(TURNS)} steps ({count} actions)",
         f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; {filled}; stages, tapes and barriers fit"
         " their areas",
     ]

@@ -14,7 +14,7 @@ MK_DEV void load_angles(const B& block, const Step& step, const S& steps, smem_p
   for (u32 i = B::kThreads - 1 - block.thread; i < B::kTokens * (kHeadDim / 2); i += B::kThreads) {
     const u32 token = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     u32 position = 0;
-    if (token < step.tokens) position = index == 0 ? ptx::ld_global<u32>(block.cx.control->positions + token) : steps.position() + index;
+    if (token < step.tokens) position = index == 0 ? ptx::ld_global<u32>(block.cx.control->positions + token) : steps.position(token) + index;
     ptx::st_shared<u32x2>(angles + i, ptx::ld_global_nc<u32x2>(table + size_t(min_u32(position, table_rows - 1)) * (kHeadDim / 2) + pair));
   }
 }
