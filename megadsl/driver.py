@@ -56,6 +56,7 @@ def compile_model(
     arch: str = DEFAULT_ARCH,
     tokens: int = 1,
     max_kv: int | None = None,
+    sequences: int = 1,
     blocks: int | None = None,
     on: Machine | None = None,
     between: Callable[[str, Lowering], None] | None = None,
@@ -66,7 +67,8 @@ def compile_model(
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
 
-    tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. blocks: persistent blocks (default: at
+    tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. sequences: independent ones (1 to 8), each
+    with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this
@@ -83,7 +85,7 @@ def compile_model(
     overrides = chosen.overrides
     if scope is not None:
         overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
-    state = lower(spec, target, blocks=blocks, max_kv=rows, overrides=overrides, between=between)
+    state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, overrides=overrides, between=between)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
@@ -128,6 +130,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "layers": graph.layers,
         "vocab": graph.vocab,
         "max_kv": state.schedule.max_kv,
+        "sequences": state.schedule.sequences,
         "weight_bytes": cost.weight_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(graph),
         "floor_us": round(floor_seconds(graph, target, 0) * 1e6, 3),

@@ -50,6 +50,7 @@ def compiled(
     fields: Mapping[str, Any] | None = None,
     configure: Configure | None = None,
     max_kv: int = MAX_KV,
+    sequences: int = 1,
     arch: str = DEFAULT_ARCH,
     on: Machine | None = None,
 ) -> Compiled:
@@ -60,7 +61,7 @@ def compiled(
         with mk.schedule(kernel, arch=arch) as s:
             configure(s)
     own = dict(own if fields is None else fields)
-    found = compile_model(kernel, config=own, arch=arch, tokens=tokens, blocks=blocks, max_kv=max_kv, on=on)
+    found = compile_model(kernel, config=own, arch=arch, tokens=tokens, blocks=blocks, max_kv=max_kv, sequences=sequences, on=on)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
 

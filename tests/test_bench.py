@@ -30,7 +30,7 @@ from tests.schedules import alone
 
 FACTOR = 1.5
 ROW_KEYS = {
-    *("tokens", "kv", "gate", "error", "error_max", "error_bf16", "error_bf16_max", "tokens_equal", "tokens_compared"),
+    *("tokens", "sequences", "kv", "gate", "error", "error_max", "error_bf16", "error_bf16_max", "tokens_equal", "tokens_compared"),
     *("ms", "ms_p10", "ms_p90", "of_floor", "floor_ms", "replays", "replays_that_differ", "host_us_per_launch"),
     *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch", "several_steps_a_launch"),
 }
@@ -54,8 +54,11 @@ def subject() -> Subject:
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """``megadsl bench llama-tiny`` with the kernels that other tests build too: exit code, stdout, stderr."""
 
-    def compile_model(model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", **options: object) -> driver.Compiled:
-        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, configure=alone if scope == "op" else None)
+    def compile_model(
+        model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", sequences: int = 1, **options: object
+    ) -> driver.Compiled:
+        configure = alone if scope == "op" else None
+        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, sequences=sequences, configure=configure)
         return replace(made, manifest={**made.manifest, "model": model})
 
     monkeypatch.setattr(driver, "compile_model", compile_model)
@@ -95,6 +98,20 @@ def test_the_command_writes_what_it_measured(command: Callable[..., tuple[int, s
     assert WALL in printed and printed.count("gate passed") == 2 and printed.count("3 steps a launch") == 2 and printed.count("x ours") == 4
 
 
+def test_a_batch(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """Judged sequence by sequence, beside torch's step of the same batch; the floor counts all their rows."""
+    out, how = tmp_path / "bench.json", ("--kv", "17", "--max-kv", "96", "--steps", "2", "--baseline", "eager-graph")
+    code, printed, _ = command("--tokens", "4", "--sequences", "2", *how, "--out", str(out))
+    assert code == 0, printed
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["gate"] is True and (row["tokens"], row["sequences"]) == (4, 2) and row["several_steps_a_launch"]["failure"] is None
+    graph = compiled("llama-tiny", tokens=4, blocks=2, sequences=2).graph
+    assert row["floor_ms"] == pytest.approx(1e3 * total_cost(graph, 4, 2 * 17).hbm_bytes / machine("sm_90a").bandwidth)
+    assert row["baselines"][0]["failure"] is None and "cannot serve 2 sequences" in row["one_op_a_launch"]["failure"]
+    code, _, err = command("--tokens", "3", "--sequences", "2", *how)
+    assert code == 1 and "MK498" in err
+
+
 def test_a_planted_error_fails_the_gate(
     command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,7 +119,7 @@ def test_a_planted_error_fails_the_gate(
 
     def spoilt(self: Subject, rows: int) -> None:
         fill(self, rows)
-        weights = self.generator.program.buffers["weights"].view(torch.bfloat16)
+        weights = self.program.buffers["weights"].view(torch.bfloat16)
         weights[: len(weights) // 50] *= 1.5  # a fiftieth of the kernel's weights, and of nobody else's
 
     monkeypatch.setattr(Subject, "fill", spoilt)
@@ -158,16 +175,16 @@ def test_forced_rows() -> None:
 
 
 def test_a_replay_with_other_bits_is_counted(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = subject.generator.program.launch
+    launch = subject.program.launch
     launched = []
 
     def flaky() -> None:
         launch()
         launched.append(1)
         if len(launched) > 19:  # the 16 steps that are judged, the first replay and the warm-up are sound
-            subject.generator.program.logits[0, 0] += 1e-3
+            subject.program.logits[0, 0] += 1e-3
 
-    monkeypatch.setattr(subject.generator.program, "launch", flaky)
+    monkeypatch.setattr(subject.program, "launch", flaky)
     row = subject.measure(3, 4, Baseline.NONE, 0)
     assert row.gate.passed and row.differ == len(launched) - 19 > 0 and not row.passed
     assert "gate FAILED" in next(row.lines())

@@ -45,7 +45,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What the stand-ins for driver, generator and explain were asked for."""
     calls: dict[str, object] = {}
-    driver, generate, explain = (ModuleType(name) for name in ("driver", "generate", "explain"))
+    driver, generate, batch, explain = (ModuleType(name) for name in ("driver", "generate", "batch", "explain"))
 
     def compile_model(model: str, **options: object) -> SimpleNamespace:
         calls.update(model=model, **options)
@@ -68,12 +68,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
             calls.update(max_new_tokens=max_new_tokens)
             return SimpleNamespace(prompt_ids=[1, 2], ids=[3, 4, 5], text=" Paris.", ms_per_token=1.25)
 
+    class BatchGenerator(Generator):
+        def generate(self, prompts: list[str], max_new_tokens: int) -> list[SimpleNamespace]:  # type: ignore[override]
+            calls.update(prompts=prompts)
+            return [SimpleNamespace(prompt_ids=[i], ids=[3], text=f" {i}", ms_per_token=0.5) for i in range(len(prompts))]
+
     def rows(compiled: SimpleNamespace) -> Sequence[tuple[list[str], list[list[str]]]]:
         ops = [["qkv_proj", "1,234", "consumer [8 warps]"], ["attention", "56", "consumer"]]
         return [(["op", "bytes", "role"], ops), (["edge", "sync"], [["qkv_proj -> attention", "tagged"]])]
 
     driver.__dict__.update(compile_model=compile_model, write_artifacts=write_artifacts)
     generate.__dict__.update(Generator=Generator)
+    batch.__dict__.update(BatchGenerator=BatchGenerator)
+    monkeypatch.setitem(sys.modules, "megadsl.runtime.batch", batch)
     explain.__dict__.update(rows=rows)
     monkeypatch.setitem(sys.modules, "megadsl.driver", driver)
     monkeypatch.setitem(sys.modules, "megadsl.runtime.generate", generate)
@@ -113,7 +120,16 @@ def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None
     code, out, _ = run_cli("compile", "smollm2-135m", "--tokens", "4", "--out", str(tmp_path / "out"))
     assert code == 0
     assert out == f"report of smollm2-135m\nkernels for sm_90a: run on H200\nwritten to {tmp_path / 'out'}\n"
-    options = {"config": None, "arch": "sm_90a", "tokens": 4, "max_kv": None, "blocks": None, "schedule": None, "check": True}
+    options = {
+        "config": None,
+        "arch": "sm_90a",
+        "tokens": 4,
+        "max_kv": None,
+        "sequences": 1,
+        "blocks": None,
+        "schedule": None,
+        "check": True,
+    }
     assert asked == {"model": "smollm2-135m", **options}
 
 
@@ -226,6 +242,16 @@ def test_a_gpu_that_cannot_run_the_architecture(run_cli: Cli, name: str, tmp_pat
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     code, _, err = run_cli(name, "llama-tiny", "--arch", "sm_86", "--device", "cuda", "--out", str(tmp_path / "out"))
     assert code == 1 and "error[MK443]: the kernel is built for sm_86, this GPU is sm_80" in err and not (tmp_path / "out").exists()
+
+
+def test_run_of_several_prompts_is_a_batch(run_cli: Cli, asked: dict[str, object]) -> None:
+    code, out, _ = run_cli("run", "m", "--prompt", "a", "--prompt", "b", "--prompt", "c", "--device", "cpu")
+    assert code == 0 and out == "a 0\nb 1\nc 2\n"
+    assert (asked["sequences"], asked["tokens"], asked["prompts"]) == (3, 3, ["a", "b", "c"])
+    many = [word for i in range(11) for word in ("--prompt", str(i))]
+    code, out, _ = run_cli("run", "m", *many, "--tokens", "16", "--device", "cpu", "--json")
+    assert code == 0 and len(json.loads(out)) == 11
+    assert (asked["sequences"], asked["tokens"]) == (8, 16)
 
 
 @pytest.mark.parametrize("name", ["compile", "check", "run", "bench", "explain", "trace"])

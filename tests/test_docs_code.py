@@ -187,7 +187,7 @@ def test_the_readme_shows_the_committed_kernel_and_the_folders() -> None:
 
 
 def test_the_page_on_torch(run_page: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("megadsl.driver.compile_model", lambda model, *, tokens: compiled(model, tokens=tokens))  # what other tests build
+    monkeypatch.setattr("megadsl.driver.compile_model", lambda model, **options: compiled(model, **options))  # what other tests build
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     assert str(run_page("docs/torch.md")["device"]) == device
 

@@ -9,7 +9,7 @@ import torch
 
 from megadsl.diagnostics import MegadslError
 from megadsl.runtime.control import EPOCH, KV_LEN, STEPS, MegakernelHang
-from megadsl.runtime.generate import Generator, _Text
+from megadsl.runtime.generate import Generator, Text
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import TRACE, Program
 from megadsl.trace.activity import activities
@@ -205,7 +205,7 @@ def test_text_is_held_back_while_utf8_is_incomplete() -> None:
             return bytes(ids).decode(errors="replace")
 
     pieces: list[str] = []
-    text = _Text(Bytes(), lambda token, piece: pieces.append(piece))
+    text = Text(Bytes(), lambda token, piece: pieces.append(piece))
     for byte in "a☃b".encode():
         text.add(byte)
     assert pieces == ["a", "", "", "☃", "b"] and text.whole() == "a☃b"

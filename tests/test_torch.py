@@ -288,7 +288,7 @@ def test_a_step_that_is_gone() -> None:
     del other
     gc.collect()
     with pytest.raises(MegadslError, match="MK487"):
-        decode_step(tensor([5]), tensor(3), None, None, *arenas, name)
+        decode_step(tensor([5]), tensor(3), None, None, None, *arenas, name)
 
 
 def test_a_step_is_not_copied() -> None:

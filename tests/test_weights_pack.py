@@ -191,7 +191,7 @@ def kv_arena(head_dim: int, style: str) -> tuple[dict[str, Any], torch.Tensor]:
     head_stride = 3 * 16 * head_dim * 2 * 2
     kv = {"kv_heads": 2, "head_dim": head_dim, "layer_stride": 2 * head_stride, "head_stride": head_stride, "chunk_rows": 16}
     rope = {"head_dim": head_dim, "theta": 1e4, "style": style, "scaling": None, "rotary_dim": head_dim}
-    manifest = {"kv": kv, "max_kv": 40, "layers": 2, "rope": rope}
+    manifest = {"kv": kv, "max_kv": 40, "sequences": 1, "layers": 2, "rope": rope}
     return manifest, torch.zeros(2 * 2 * head_stride, dtype=torch.uint8)
 
 

@@ -17,9 +17,10 @@ from megadsl.ir.graph import RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.ir.schedule import STAGED
 from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
-from megadsl.lower.heads import QUERY_ROWS
+from megadsl.lower.heads import FEW_ROWS, QUERY_ROWS
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import input_area, prologue_values, scratch_area, vectors
+from megadsl.lower.schedule import MOST_SEQUENCES
 from megadsl.lower.shape import ident, rope_tables
 from megadsl.types import ceil_div
 
@@ -63,6 +64,9 @@ class Stream:
 
     def _next(self, step: Step, turn: int, write: bool) -> Access:
         """The token that a step has chosen, and whether there is another: written by the block's first warp."""
+        if self.device.sequences > 1:  # a warp for each sequence writes its own
+            begin = self.device.records["batch"][2] + 3 * 4 * MOST_SEQUENCES
+            return Access("sequences", begin, 4 * self.device.sequences, write, step, ("next", turn))
         begin, solo = self.device.records["step"][9] + 12, self._one(True) if write else ""
         return Access("progress", begin, 8, write, step, ("next", turn), solo=solo)
 
@@ -333,7 +337,9 @@ class Stream:
                 yield from self._map_heads(step, gathered)
                 yield from self._meet(instr, "mapped")
                 inputs, fresh = [mapped(a) for a in inputs], [mapped(a) for a in fresh]
-            for turn in range(min(MOST_PASSES, heads.passes(device.warps))):
+            # of a batch, each sequence that a unit has part of takes passes of its own: two stand for all
+            passes = 2 if device.sequences > 1 else min(MOST_PASSES, heads.passes(device.warps))
+            for turn in range(passes):
                 if turn:
                     yield from self._meet(instr, "next")
                 yield from (reading(a) for a in inputs)
@@ -385,6 +391,8 @@ class Stream:
         asked = [(heads.begins[0] + head * features, features)]
         if split + 1 == heads.splits:
             asked += [(begin + head * dim, dim) for begin in heads.begins[1:]]
+        if device.sequences > 1:  # rows are ordered by token there
+            return 0, False
         if sum(len(device.owners(e, *of)) for of in asked) * (e.vectors - e.units) > WARP_THREADS:
             return 0, False
         units = sum(ceil_div(count, 8) for _, count in asked) * device.tokens
@@ -400,7 +408,9 @@ class Stream:
         if step.instr.args["halves"]:  # of two warps to a tile: half of the columns, whichever rows exist
             row, count = dim // 2 + 8, 2 * tiles * 16
         holds = (name, step.when, unit)
-        direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits
+        if self.device.sequences > 1:
+            count = self.device.warps * min(FEW_ROWS, heads.rows)
+        direct, takes = bool(step.instr.args["direct"]), unit % heads.splits + 1 == heads.splits or self.device.sequences > 1
         queries = [] if direct else [Access(f"{name}.queries", heads.queries, all_tiles * 16 * room * 2, True, step, holds)]
         # Where queries arrive in registers, one warp, not always the first, stages this step's row and multiplies it.
         fresh = [Access(f"{name}.fresh", heads.fresh, 16 * room * 4, True, step, holds, own=direct)] if takes else []

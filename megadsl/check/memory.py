@@ -17,7 +17,7 @@ from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Area
-from megadsl.lower.memory import ABORT_BYTES
+from megadsl.lower.memory import ABORT_BYTES, SEQUENCES_BYTES
 from megadsl.lower.steps import PROGRESS_BYTES
 from megadsl.source import Span
 
@@ -192,6 +192,7 @@ def _reserved(device: Device, findings: Findings) -> None:
         ("gates", 4 * len(device.plan.graph.ops)),
         ("meeting", 4),
         ("progress", device.several * PROGRESS_BYTES),
+        *([("sequences", SEQUENCES_BYTES)] if device.sequences > 1 else []),
     ):
         if areas[name].bytes < need:
             begin = areas[name].offset

@@ -118,6 +118,7 @@ class Device:
         self.plan = plan
         self.blocks = plan.schedule.blocks
         self.tokens = plan.tunables.tokens
+        self.sequences = plan.schedule.sequences
         self.consumer = next(p for p in plan.programs if p.kind == "consumer")
         self.warps = self.consumer.warps
         self.records = {r.name: r.words for r in plan.shape}

@@ -103,6 +103,7 @@ def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:
         polled = np.zeros((blocks, blocks), dtype=np.bool_)
         for block in range(min(blocks, heads.units - turn * blocks)):
             head, _, _, fresh = attention_unit(heads.splits, turn * blocks + block, 0)
+            fresh = fresh or device.sequences > 1  # mk::run_batch: any unit may take some sequence's rows
             ranges = [(heads.begins[0] + head * q_features, q_features)]
             if fresh:
                 ranges += [(begin + head * op.head_dim, op.head_dim) for begin in heads.begins[1:]]
@@ -116,12 +117,15 @@ def attention(device: Device, instr: Instr) -> list[tuple[Bools, Bools]]:
 def reads_ancestors(device: Device, op: str) -> Bools:
     """Blocks that read the ancestor masks in some unit: for this step's own rows, and with a window for what each token sees."""
     heads = device.heads(op)
-    return np.arange(device.blocks) < heads.units if any(heads.windows) and device.tokens > 1 else fresh_units(device, op)
+    all_units = (any(heads.windows) and device.tokens > 1) or device.sequences > 1
+    return np.arange(device.blocks) < heads.units if all_units else fresh_units(device, op)
 
 
 def fresh_units(device: Device, op: str) -> Bools:
-    """Blocks that take this step's own rows in some unit."""
+    """Blocks that take this step's own rows in some unit; of a batch, for some lengths of its sequences."""
     heads = device.heads(op)
+    if device.sequences > 1:
+        return np.arange(device.blocks) < heads.units
     found = np.zeros(device.blocks, dtype=np.bool_)
     for unit in range(heads.splits - 1, heads.units, heads.splits):
         found[unit % device.blocks] = True

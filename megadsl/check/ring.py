@@ -18,17 +18,20 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
 
+from megadsl.check.batch import Batch, after, batches, segments
 from megadsl.check.memory import block_kinds
 from megadsl.check.model import Device, Step, attention_unit
 from megadsl.check.report import Findings, shown
+from megadsl.check.ring_sizes import check_sizes
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
 from megadsl.lower.gathers import tiles_together
-from megadsl.lower.memory import TAPE_ENTRY_BYTES, chunk_pieces, pass_groups
+from megadsl.lower.heads import FEW_ROWS
+from megadsl.lower.memory import chunk_pieces, pass_groups
 from megadsl.lower.operands import vectors
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.threads import WARP_THREADS
-from megadsl.lower.tiling import GROUP_ROWS, tiling
+from megadsl.lower.tiling import tiling
 from megadsl.types import ceil_div
 
 ORDER = declare(
@@ -40,17 +43,6 @@ STUCK = declare(
     "MK521",
     "{what} cannot go on: the roles of a block wait for each other",
     "give the ring more stages, or open the gate before the first wait that needs what lies behind it",
-)
-ARRIVALS = declare(
-    "MK522",
-    "ring {ring!r} waits for {expected} arrivals per stage, {arriving} consumer warps let go of one",
-    "let every consumer warp take part: the barrier's count and the role's warps are one number",
-)
-SMALL = declare("MK523", "{what} needs {need} bytes, it has {have}", "use larger stages, or fewer vectors and chunks")
-LEFT = declare(
-    "MK524",
-    "ring {ring!r} still holds {left} stages when its consumers have ended",
-    "take every stage that is loaded, also in blocks without rows and with an empty cache",
 )
 ROWS = "cached rows"  # the gate that all loads of them share
 LAYERS = 3
@@ -107,6 +99,7 @@ class Block:
     kv_len: int
     turns: int = 1
     layer: int = 0  # of the model, where the layers that are played begin
+    batch: Batch = ()  # in place of kv_len, where the kernel serves several sequences
 
     def tiles(self, op: str, *, loader: bool) -> list[tuple[int, int]]:
         """Runs (first tile, tiles), neighbours joined, cut behind the tiles that are held. The loader goes by Shape's words, the
@@ -151,11 +144,22 @@ class Block:
         """(unit and pass, stages) of an attention's cached rows in a step of the launch."""
         rows = self.kv_len + (self.device.tokens + step.turn - 1 if step.turn else 0)
         heads, per_stage = self.device.heads(op), self.device.plan.schedule.ring(ring).stage_bytes // self._chunk(op)
+        if self.batch:
+            yield from self._batch_stages(op, max(per_stage, 1), step.turn)
+            return
         for unit in range(self.block, heads.units, self.device.blocks):
             _, begin, end, _ = attention_unit(heads.splits, unit, rows, heads.window(self.layer + (step.layer or 0)))
             for turn in range(heads.passes(self.device.warps)):
                 if end > begin:
                     yield (unit, turn), ceil_div(end - begin, max(per_stage, 1))
+
+    def _batch_stages(self, op: str, per_stage: int, turn: int) -> Iterator[tuple[tuple[object, ...], int]]:
+        heads, token_rows = self.device.heads(op), self.device.heads(op).rows // self.device.tokens
+        for unit in range(self.block, heads.units, self.device.blocks):
+            for s in segments(heads.splits, unit % heads.splits, after(self.batch, turn), heads.window(0)):
+                for one in range(ceil_div(s.tokens * token_rows, FEW_ROWS * self.device.warps)):
+                    if s.end > s.begin:
+                        yield (unit, s.sequence, one), ceil_div(s.end - s.begin, per_stage)
 
     def _chunk(self, op: str) -> int:
         return CHUNK_ROWS * int(self.device.op(op).cache_dim) * 4
@@ -409,78 +413,23 @@ def first_layers(device: Device, played: int) -> list[int]:
 
 def check_rings(device: Device, findings: Findings) -> list[str]:
     """Arrivals, sizes, order and progress of every ring."""
-    _sizes(device, findings)
+    check_sizes(device, findings)
     lengths, kinds, count = kv_lengths(device), block_kinds(device), 0
     layers = min(LAYERS, max(1, device.plan.graph.layers))
-    for block, kv_len, layer in product(kinds, lengths, first_layers(device, layers)):
-        count += _Play(Block(device, block, kv_len, device.turns(TURNS), layer), layers, findings).run()
+    cases: list[tuple[int, Batch]] = [(kv_len, ()) for kv_len in lengths]
+    cached = ", ".join(map(str, lengths))
+    if device.sequences > 1:
+        cases = [(0, batch) for batch in batches(device.sequences, device.tokens, lengths, device.plan.schedule.max_kv)]
+        cached += f" in {len(cases)} batches of {device.sequences}"
+    for block, (kv_len, batch), layer in product(kinds, cases, first_layers(device, layers)):
+        count += _Play(Block(device, block, kv_len, device.turns(TURNS), layer, batch), layers, findings).run()
     rings = ", ".join(f"{ring.name} of {role}: {ring.stages} stages" for role, ring in device.plan.schedule.rings)
     filled = "one lane asks for a stage, whose barrier counts its bytes"
     if device.plan.tunables.copies == "lanes":
         filled = f"all {WARP_THREADS} lanes of a loader's warp copy to each stage and arrive at its barrier, which counts them"
     return [
         f"rings ({rings}): loaders and consumers take the same stages in the same order and reach their ends, {len(kinds)} kinds of block"
-        f" x kv_len {', '.join(map(str, lengths))}, {device.turns(TURNS)} steps ({count} actions)",
+        f" x kv_len {cached}, {device.turns(TURNS)} steps ({count} actions)",
         f"rings: {device.warps} consumer warps let go of each stage, as its barrier counts; {filled}; stages, tapes and barriers fit"
         " their areas",
     ]
-
-
-def _sizes(device: Device, findings: Findings) -> None:
-    plan, span = device.plan, device.plan.graph.span
-    areas = {a.name: a for a in plan.areas}
-    if len({plan.tunables.consumer_warps, device.warps, plan.schedule.consumer.warps}) != 1:
-        for role, _ in plan.schedule.rings:
-            rows = [(role, [f"barrier of {plan.tunables.consumer_warps} arrivals"]), ("consumer", [f"{device.warps} warps"])]
-            findings.add(ARRIVALS, span, rows, what=role, ring=role, expected=plan.tunables.consumer_warps, arriving=device.warps)
-    records = {r.name: r.bytes for r in plan.packs}
-    for program in (p for p in plan.programs if p.kind == "loader"):
-        ring, role = plan.schedule.ring(program.role), program.role
-        needs = [(f"ring.{role}", ring.stages * ring.stage_bytes), (f"barriers.{role}", 2 * 8 * ring.stages)]
-        needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * _tape_entries(device, program)))
-        for what, need in needs:
-            if areas[what].bytes < need:
-                findings.add(
-                    SMALL,
-                    span,
-                    [(role, [f"{need} bytes"]), (what, [f"{areas[what].bytes} bytes"])],
-                    what=what,
-                    need=need,
-                    have=areas[what].bytes,
-                )
-        for step in device.steps(program, 1):
-            need = _stage_need(device, step, records)
-            if need > ring.stage_bytes:
-                rows = [(role, [shown(step.instr)]), (f"stage of {ring.name}", [f"{ring.stage_bytes} bytes"])]
-                findings.add(SMALL, step.instr.span, rows, what=f"a stage for {step.instr.op!r}", need=need, have=ring.stage_bytes)
-
-
-def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
-    match step.instr.call:
-        case "load_vector":
-            return records[str(step.instr.args["record"])]
-        case "load_matrix":
-            m = device.matrix(step.instr.op)
-            return m.tile_columns * GROUP_ROWS * 2 * m.together
-        case "load_cache":
-            return CHUNK_ROWS * int(device.op(step.instr.op).cache_dim) * 4
-    return 0
-
-
-def _tape_entries(device: Device, program: Program) -> int:
-    """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a pass and chunk of it."""
-    most = 0
-    for block in block_kinds(device):
-        entries = 0
-        for step in device.steps(program, 1):
-            entries += _entries(device, block, step)
-        most = max(most, entries)
-    return most
-
-
-def _entries(device: Device, block: int, step: Step) -> int:
-    if step.instr.call != "load_matrix":
-        return int(step.instr.call != "join_launch")
-    m = device.matrix(step.instr.op)
-    own = [last - first for _, first, last in device.parts(step.instr.op)[block]]
-    return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, m.pass_groups) * m.chunks for n in own)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from megadsl.check.batch import Batch, batches, segments, skipped_chunks
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
@@ -55,7 +56,7 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
         if e.wire != ASYNC:
             _exchange(device, e, findings)
     _arena(device, findings)
-    lengths = _rows(device, findings)
+    lengths = _rows(device, findings) if device.sequences == 1 else _batch_rows(device, findings)
     proved = [
         f"shares: every row group and feature group of {len(device.ops[0])} linears and {len(device.plan.exchanges)} exchanges has exactly"
         f" one of {device.blocks} blocks, the same for producers and readers",
@@ -63,7 +64,8 @@ def check_shares(device: Device, findings: Findings) -> list[str]:
     ]
     if device.ops[1]:
         proved.append(
-            f"KV rows: every cached chunk read once per KV head, new rows' chunk by the appending unit alone ({lengths} cache lengths)"
+            f"KV rows: every cached chunk read once per KV head, new rows' chunk by the appending unit alone ({lengths}"
+            f" {'cache lengths' if device.sequences == 1 else f'batches of {device.sequences} sequences'})"
         )
     return proved
 
@@ -239,3 +241,36 @@ def _rows(device: Device, findings: Findings) -> int:
                 rows = [(f"unit {split}", [f"streams chunks {u[1]} to {u[2]}", "appends" if u[3] else ""]) for split, u in enumerate(units)]
                 findings.add(ROWS, op.span, rows, op=op.name, row=kv_len)
     return count
+
+
+def _batch_rows(device: Device, findings: Findings) -> int:
+    """Batches checked, of lengths about the chunks' and the splits' borders."""
+    count = 0
+    for op in device.ops[1]:
+        heads, most = device.heads(op.name), device.plan.schedule.max_kv
+        chunks = (0, 1, 2, heads.splits - 1, heads.splits, heads.splits + 1, 3 * heads.splits + 1, ceil_div(most, CHUNK_ROWS))
+        near = {row + more for row in (at * CHUNK_ROWS for at in chunks) for more in (-1, 0, 1)}
+        near |= {heads.window(0) + more for more in (-1, 0, CHUNK_ROWS) if heads.window(0)}
+        lengths = sorted(kv for kv in near if 0 <= kv <= most)
+        for batch in batches(device.sequences, device.tokens, lengths, most):
+            count += 1
+            _batch_cover(device, op, batch, findings)
+    return count
+
+
+def _batch_cover(device: Device, op: Attention, batch: Batch, findings: Findings) -> None:
+    heads = device.heads(op.name)
+    units = [(split, s) for split in range(heads.splits) for s in segments(heads.splits, split, batch, heads.window(0))]
+    for index, (kv_len, tokens) in enumerate(batch):
+        own = [(split, s) for split, s in units if s.sequence == index]
+        first, last = skipped_chunks(kv_len, heads.window(0)), ceil_div(kv_len, CHUNK_ROWS)
+        ends = [first, *(s.end for _, s in own)]
+        what = f"cached rows of sequence {index} of {batch}"
+        if (tokens and ([s.begin for _, s in own] != ends[:-1] or ends[-1] != last)) or (not tokens and own):
+            wrong = f"chunks {first} to {last} are split into {[(s.begin, s.end) for _, s in own]}"
+            findings.add(COVER, op.span, [("units", [f"split {split}: {s}" for split, s in own])], op=op.name, what=what, wrong=wrong)
+        appending = [split for split, s in own if s.fresh]
+        readers = [split for split, s in own if s.begin <= kv_len // CHUNK_ROWS < s.end]
+        if len(appending) != min(tokens, 1) or (tokens and any(split != appending[0] for split in readers)):
+            rows = [(f"split {split}", [f"streams chunks {s.begin} to {s.end}", "appends" if s.fresh else ""]) for split, s in own]
+            findings.add(ROWS, op.span, rows, op=op.name, row=kv_len)

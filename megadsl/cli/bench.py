@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, blocks_on, numbers, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Sequences, blocks_on, numbers, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -42,6 +42,7 @@ def command(
     config: Config = None,
     arch: Arch = DEFAULT_ARCH,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
 ) -> None:
@@ -56,12 +57,12 @@ def command(
 
     counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device, arch)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
-    own, rows = blocks_on(chosen, blocks), list[Row]()
+    rows, size = list[Row](), {"max_kv": room, "sequences": sequences, "blocks": blocks_on(chosen, blocks)}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, **size}
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
-        shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "tokens": count, "max_kv": room, "blocks": own}
-        apart = _apart(model, shared) if beside and baseline is not Baseline.NONE else None
-        return Subject(compile_model(model, **shared), chosen.value, options, apart, steps if beside else 1)
+        apart = _apart(model, {**shared, "tokens": count}) if beside and baseline is not Baseline.NONE else None
+        return Subject(compile_model(model, **shared, tokens=count), chosen.value, options, apart, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
         subject = subject_of(count, beside=True)
@@ -79,8 +80,7 @@ def command(
     if trace is not None:
         plain, recorded = subject_of(counts[0]).timed(lengths[0], replays), subject_of(counts[0], defines={"MK_TRACE": "1"})
         typer.echo(_traced(recorded.manifest, plain, recorded.timed(lengths[0], replays), trace))
-    if not all(row.passed for row in rows):
-        raise typer.Exit(1)
+    raise typer.Exit(int(not all(row.passed for row in rows)))
 
 
 def _apart(model: str, options: Mapping[str, Any]) -> Compiled | str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH
+
+if TYPE_CHECKING:
+    from megadsl.check import Report
 
 EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
 EMULATED_BLOCKS = 5
@@ -21,6 +25,7 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
     seeds: Annotated[
@@ -46,7 +51,8 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.machine import machine
 
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "schedule": schedule, "check": False}
+    size, base = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences}, {"config": config, "arch": arch, "schedule": schedule}
+    shared: dict[str, Any] = {**size, **base, "check": False}
     compiled = compile_model(model, **shared, blocks=blocks)
     report = check_plan(compiled.plan, machine(arch))
     schedules: list[dict[str, object]] = []
@@ -59,20 +65,13 @@ def command(
         if mutants and not schedules:
             more = compile_model(model, **shared, blocks=few.schedule.blocks + MORE_BLOCKS)
             judged.add_kernel(few, more, range(1, seeds + 1), processes, quiet=as_json)
+    counts = {"mutants": judged.counts()} if mutants else {}
     if as_json:
         findings = [{**asdict(found), "span": str(found.span)} for found in report.findings]
         proof = {"findings": findings, "seconds": round(report.seconds, 3), "proved": list(report.proved)}
-        typer.echo(json.dumps({**proof, "seeds": seeds, "schedules": schedules, **({"mutants": judged.counts()} if mutants else {})}))
+        typer.echo(json.dumps({**proof, "seeds": seeds, "schedules": schedules, **counts}))
     else:
-        for line in (*report.findings, *report.proved):
-            typer.echo(line)
-        typer.echo(f"{len(report.findings)} findings in {report.seconds:.2f} s")
-        for found in schedules:
-            typer.echo(f"seed {found['seed']} ({found['policy']}): {found['kind']}\n{found['text']}")
-        if seeds and not report.findings:
-            typer.echo(f"{len(schedules)} findings in {seeds} emulated schedules")
-        for line in judged.lines() if mutants else ():
-            typer.echo(line)
+        typer.echo("\n".join([*_lines(report, seeds, schedules), *(judged.lines() if mutants else ())]))
     if report.findings or schedules or judged.survivors:
         raise typer.Exit(1)
 
@@ -83,6 +82,16 @@ def _against_torch(few: Any) -> list[dict[str, object]]:
 
     wrong = wrong_logits(few.graph, few.manifest, few.source)
     return [{"seed": 0, "policy": "even", "kind": "WrongResult", "text": wrong}] if wrong else []
+
+
+def _lines(report: Report, seeds: int, schedules: list[dict[str, object]]) -> Iterator[str]:
+    """What was found and proved, for people."""
+    yield from map(str, (*report.findings, *report.proved))
+    yield f"{len(report.findings)} findings in {report.seconds:.2f} s"
+    for found in schedules:
+        yield f"seed {found['seed']} ({found['policy']}): {found['kind']}\n{found['text']}"
+    if seeds and not report.findings:
+        yield f"{len(schedules)} findings in {seeds} emulated schedules"
 
 
 def _explored(manifest: dict[str, Any], source: str, seeds: int, processes: int, *, quiet: bool) -> list[dict[str, object]]:

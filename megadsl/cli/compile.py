@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH, machine
 
 EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
@@ -20,6 +20,7 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
     check: Annotated[
@@ -32,7 +33,8 @@ def command(
     """
     from megadsl.driver import compile_model, write_artifacts
 
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule, check=check)
+    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences}
+    compiled = compile_model(model, **shared, blocks=blocks, schedule=schedule, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)
     typer.echo(f"kernels for {arch}: {machine(arch).proof}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megadsl import resources
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Schedule, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Schedule, Sequences, Tokens
 from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
@@ -31,6 +31,7 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
     diff: Annotated[
@@ -58,16 +59,16 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
+    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences, "blocks": blocks}
     if diff is not None:
         from megadsl.lower.difference import difference
 
-        shared = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "blocks": blocks, "check": False}
-        a, b = (compile_model(model, **shared, schedule=side) for side in diff)  # type: ignore[arg-type]  # each has its own type
+        a, b = (compile_model(model, **shared, check=False, schedule=side) for side in diff)
         typer.echo(f"A: {diff[0]}\nB: {diff[1]}")
         for columns, lines in difference(a, b):
             _print_table(columns, lines)
         return
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=blocks, schedule=schedule)
+    compiled = compile_model(model, **shared, schedule=schedule)
     for columns, lines in rows(compiled):
         _print_table(columns, lines)
 

@@ -52,6 +52,10 @@ MaxKv = Annotated[
     int | None,
     typer.Option("--max-kv", min=1, metavar="N", help="The longest context, in tokens, that the KV cache holds. Default: 2048."),
 ]
+Sequences = Annotated[
+    int,
+    typer.Option("--sequences", min=1, metavar="N", help="Independent sequences, at most 8, whose new tokens one launch takes: a batch."),
+]
 Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),

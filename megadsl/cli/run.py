@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,10 @@ EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-toke
 
 def command(
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    prompt: Annotated[
+        list[str],
+        typer.Option("--prompt", metavar="TEXT", help="The text to continue. Several, and they are decoded together, as a batch."),
+    ],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="How many tokens to write.")] = 32,
     weights: Annotated[
         Path | None,
@@ -31,7 +34,9 @@ def command(
     steps_per_launch: Annotated[
         int | None, typer.Option("--steps-per-launch", min=1, metavar="N", help="Tokens that a launch decodes, at most 32. Default: 8.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print prompt_ids, ids, text and ms_per_token as JSON: of several prompts a list.")
+    ] = False,
     config: Config = None,
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
@@ -39,21 +44,28 @@ def command(
     blocks: Blocks = None,
     schedule: Schedule = None,
 ) -> None:
-    """Continue a prompt greedily, with one kernel launch for several tokens."""
+    """Continue a prompt greedily, with one kernel launch for several tokens; of several prompts, up to 8 together in each launch."""
     from megadsl.driver import compile_model
     from megadsl.dsl.checkpoints import is_checkpoint
+    from megadsl.runtime.batch import BatchGenerator
+    from megadsl.runtime.control import MOST_SEQUENCES
     from megadsl.runtime.generate import Generator
 
-    chosen = resolve(device, arch)
-    own = blocks_on(chosen, blocks)
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
+    chosen, sequences = resolve(device, arch), min(len(prompt), MOST_SEQUENCES)
+    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences}
+    compiled = compile_model(model, **shared, blocks=blocks_on(chosen, blocks), schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)
-    result = Generator(compiled, weights, chosen.value, steps_per_launch=steps_per_launch).generate(prompt, max_new_tokens)
+    options: dict[str, Any] = {"steps_per_launch": steps_per_launch}
+    if sequences == 1:
+        results = [Generator(compiled, weights, chosen.value, **options).generate(prompt[0], max_new_tokens)]
+    else:
+        results = BatchGenerator(compiled, weights, chosen.value, **options).generate(prompt, max_new_tokens)
     if as_json:
-        fields = {"prompt_ids": result.prompt_ids, "ids": result.ids, "text": result.text, "ms_per_token": result.ms_per_token}
-        typer.echo(json.dumps(fields))
+        found = [{"prompt_ids": r.prompt_ids, "ids": r.ids, "text": r.text, "ms_per_token": r.ms_per_token} for r in results]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found))
         return
-    typer.echo(prompt + result.text)
     where = "on the GPU" if chosen is Device.CUDA else "in the emulator"
-    typer.echo(f"{len(result.ids)} tokens {where}, {result.ms_per_token:.3g} ms per token", err=True)
+    for begun, result in zip(prompt, results, strict=True):
+        typer.echo(begun + result.text)
+        typer.echo(f"{len(result.ids)} tokens {where}, {result.ms_per_token:.3g} ms per token", err=True)

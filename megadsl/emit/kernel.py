@@ -96,6 +96,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
     linears = [op for op in plan.graph.ops if isinstance(op, Linear)]
     return {
         "plan": plan,
+        "sequences": plan.schedule.sequences,
         "rings": plan.schedule.rings,
         "attentions": [op for op in plan.graph.ops if isinstance(op, Attention)],
         "linears": linears,

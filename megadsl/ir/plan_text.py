@@ -43,7 +43,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
 
 def _schedule(plan: Plan) -> Iterator[str]:
     s = plan.schedule
-    yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}"
+    batch = f" of each of {s.sequences} sequences" if s.sequences > 1 else ""
+    yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}{batch}"
     if plan.tunables.consumer_registers:
         yield f"registers move: {plan.tunables.consumer_registers} of a consumer's thread, {plan.tunables.loader_registers} of a loader's"
     if s.scope == "op":

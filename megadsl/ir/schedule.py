@@ -139,6 +139,7 @@ class Schedule:
     scope: str = "step"  # what one launch runs: "step", or "op": a phase of one op, launched as a dependent of the one before
     registers: str = ""  # "launched": each thread of a block has as many; "moved": loaders leave theirs to consumers; "": to be decided
     finish: str = ""  # who adds partial sums and publishes: the "block", or a "warp" that does nothing else; "": to be decided
+    sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs
     resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:

@@ -44,6 +44,8 @@ def _why_machine(how: OpSchedule, schedule: Schedule, machine: Machine) -> tuple
         return f"{machine.arch} has no {missing[0]}", elsewhere
     if schedule.scope != "step":
         return "a launch is an op, and its value must reach the next launch", elsewhere
+    if schedule.sequences > 1:
+        return "a split of a batch has chunks of several sequences", elsewhere
     if how.splits not in SIZES:
         return f"it has {how.splits} splits", f"use .split(kv=n) with one of: {', '.join(map(str, SIZES))}"
     others = sorted({o.splits for o in schedule.ops if o.merge == how.merge} - {how.splits})

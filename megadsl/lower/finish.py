@@ -23,6 +23,8 @@ def why_block(graph: Graph, schedule: Schedule) -> str:
     """Why one warp cannot finish; "" where it can."""
     if schedule.scope != "step":
         return "a launch is an op, and ends with it"
+    if schedule.sequences > 1:
+        return "each sequence of a batch takes its next token by a warp of its own"
     if graph.tokens > MOST_TOKENS:
         return f"it has four threads a token, for at most {MOST_TOKENS}, and there are {graph.tokens}"
     split = next((how.op for how in schedule.ops if how.ways > 1), None)

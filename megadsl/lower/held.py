@@ -5,6 +5,7 @@ Around the hand-offs between blocks the ring is full and HBM idles. A tile that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from megadsl.diagnostics import Collector, collecting, declare
@@ -100,7 +101,7 @@ def _most(graph: Graph, schedule: Schedule, op: Linear, registers: int) -> int:
 def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     """As many as every block has and the kernel leaves registers for, where the op finds the ring full and its vectors find room."""
     if isinstance(op, Attention):
-        if in_registers(op, schedule):  # which takes its chunks before it polls in any case
+        if in_registers(op, schedule) or schedule.sequences > 1:  # which takes its chunks before it polls in any case
             return 0
         return int(chunk_registers(op) <= CHUNK_REGISTERS and _frees_stages(op, graph.tokens, schedule))
     if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
@@ -123,7 +124,7 @@ def _stages(graph: Graph, schedule: Schedule, op: Linear, tiles: int, machine: M
     other areas leave of shared memory."""
     ring = schedule.ring(schedule.op(op.name).loader)
     warps, attentions = schedule.consumer.warps, [o for o in graph.ops if isinstance(o, Attention)]
-    areas = max([AREA_BYTES, *(sum(unit_bytes(o, graph.tokens, warps)[1:]) + BESIDE_BYTES for o in attentions)])
+    areas = max([AREA_BYTES, *(sum(unit_bytes(o, graph.tokens, warps, schedule.sequences)[1:]) + BESIDE_BYTES for o in attentions)])
     stages = ring.stages or (machine.smem_for(schedule.resident) - areas) // ring.stage_bytes
     return not tiles or len(vectors(op)) + ceil_div(tiles, tiles_together(op, schedule, graph.tokens)) <= stages
 
@@ -140,6 +141,13 @@ def _before(graph: Graph, schedule: Schedule, op: Linear) -> int:
     return own_part_groups(before, schedule) * tiling(before).group_bytes // schedule.op(before.name).ways
 
 
+def _check_chunks(schedule: Schedule, machine: Machine, op: Attention, tiles: int, refuse: Callable[[str, str], None]) -> None:
+    if tiles and schedule.sequences > 1:
+        refuse("a unit of a batch has chunks of several sequences", "use registers=0")
+    elif tiles > 1 or chunk_registers(op) > _spare(schedule, machine, LEAST_REGISTERS):
+        refuse(f"each warp holds one chunk at most, in {chunk_registers(op)} registers of a thread", "use registers=1 or registers=0")
+
+
 def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: int, asked: Overrides, found: Collector) -> None:
     span = asked.said(op.span, "registers", op.name)
 
@@ -147,8 +155,7 @@ def _check(graph: Graph, schedule: Schedule, machine: Machine, op: Op, tiles: in
         found.add(NOT_HELD, span, op=op.name, tiles=tiles, why=why, how=how)
 
     if isinstance(op, Attention):
-        if tiles > 1 or chunk_registers(op) > _spare(schedule, machine, LEAST_REGISTERS):
-            refuse(f"each warp holds one chunk at most, in {chunk_registers(op)} registers of a thread", "use registers=1 or registers=0")
+        _check_chunks(schedule, machine, op, tiles, refuse)
         return
     if not isinstance(op, Linear):
         refuse("it streams no weights of its own", "hold tiles of the linears")

@@ -49,6 +49,7 @@ ABORT_BYTES = 16
 BARRIER_BYTES = 8
 UNIT_BYTES = 16  # 8 features of one token
 TAPE_ENTRY_BYTES = 56
+SEQUENCES_BYTES = 128  # mk::Sequences::kWords
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "gates", 4 * len(graph.ops)
     yield "meeting", 4
     yield "progress", PROGRESS_BYTES if feeds_itself(graph, schedule) else 0
+    if schedule.sequences > 1:
+        yield "sequences", SEQUENCES_BYTES
     for role, ring in schedule.rings:
         yield f"barriers.{role}", 2 * BARRIER_BYTES * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
@@ -305,7 +308,7 @@ def _attention_phases(graph: Graph, schedule: Schedule) -> Iterator[list[tuple[s
     for op in graph.ops:
         if not isinstance(op, Attention):
             continue
-        queries, fresh, scratch = unit_bytes(op, tokens, warps)
+        queries, fresh, scratch = unit_bytes(op, tokens, warps, schedule.sequences)
         yield [
             (f"{op.name}.queries", 0 if in_registers(op, schedule) else queries),
             (f"{op.name}.fresh", fresh),

@@ -38,6 +38,7 @@ from megadsl.machine import Machine
 from megadsl.types import PerLayer
 
 CONTROL_BYTES = 512
+BATCH_BYTES = 1088  # mk::BatchControl, behind it
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Lowering:
     machine: Machine
     blocks: int | None
     max_kv: int
+    sequences: int
     overrides: Overrides | None
     graph: Graph = field(init=False)
     schedule: Schedule = field(init=False)
@@ -87,7 +89,7 @@ def _whole_windows(graph: Graph, max_kv: int) -> Graph:
 
 
 def _schedule(state: Lowering) -> None:
-    schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv)
+    schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv, sequences=state.sequences)
     asked = state.overrides or Overrides(schedule.arch, ())
     with collecting() as found:
         schedule = apply(schedule, state.graph, asked, found)
@@ -169,9 +171,9 @@ def _plan(state: Lowering) -> None:
         packs=tuple(state.packed.records),
         shape=state.shape,
         buffers={
-            "control": CONTROL_BYTES,
+            "control": CONTROL_BYTES + (BATCH_BYTES if schedule.sequences > 1 else 0),
             "weights": state.packed.bytes,
-            "kv": kv_bytes(graph, schedule.max_kv),
+            "kv": schedule.sequences * kv_bytes(graph, schedule.max_kv),
             "exchange": state.exchange_bytes,
             "logits": graph.tokens * graph.vocab * 4,
             "rope": rope_tables(graph) * schedule.max_kv * max(ropes, default=0) // 2 * 8,
@@ -224,11 +226,12 @@ def lower(
     *,
     blocks: int | None = None,
     max_kv: int = 2048,
+    sequences: int = 1,
     overrides: Overrides | None = None,
     between: Callable[[str, Lowering], None] | None = None,
 ) -> Lowering:
     """Run all passes. ``between(pass name, state)`` is called after each: print, check or time there."""
-    state = Lowering(spec, machine, blocks, max_kv, overrides)
+    state = Lowering(spec, machine, blocks, max_kv, sequences, overrides)
     for step in PASSES:
         step.run(state)
         if between is not None:

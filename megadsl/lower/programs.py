@@ -384,22 +384,21 @@ def _argmax(builder: Builder, op: Linear, role: str) -> Instr:
 def _attention(builder: Builder, op: Attention, role: str) -> Iterator[Instr]:
     if builder.gated(op):
         yield Instr(Verb.SIGNAL, "open_gate", op.name, op.span, writes=(Region("smem", f"gates.{op.name}", Level.BLOCK),))
-    ring_role = builder.schedule.op(op.name).loader
-    parts = builder.exchange(f"{op.name}.parts")
-    qkv = builder.exchange(op.q.value)
+    how, schedule = builder.schedule.op(op.name), builder.schedule
+    parts, qkv = builder.exchange(f"{op.name}.parts"), builder.exchange(op.q.value)
     gather = builder.site(role, op.name, "exchange", f"tag of {op.q.value}", op.span)
     full = builder.site(role, op.name, "ring.full", "parity of the stage's round", op.span)
-    ancestors = Region("control", "ancestors", Level.GPU)
     maps = tuple(Region("weights", head_vector_name(op, which, arg), Level.GPU) for which, arg, _ in head_vectors(op))
-    reads = (Region("exchange", op.q.value, qkv.level), Region("ring", ring_role, Level.BLOCK), ancestors, *maps)
+    inputs = (Region("exchange", op.q.value, qkv.level), Region("ring", how.loader, Level.BLOCK))
+    reads = (*inputs, Region("control", "ancestors", Level.GPU), *maps)
     syncs = tuple(_unit_meetings(builder, op, parts))
     writes = (Region("exchange", parts.name, parts.level), Region("kv", op.cache, Level.GPU, "rows from kv_len"))
     args = {
-        "attention": op, "ring": ring_role, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
+        "attention": op, "ring": how.loader, "gather_site": gather, "qkv": op.q.value, "qkv_wire": qkv.wire, "parts": parts.name,
         **builder.polls(_unit_features(op), False), "parts_wire": parts.wire,
         "qkv_round": sequence(builder, op.q.value, op.name), "parts_round": sequence(builder, parts.name, op.name),
         "cluster": merges_in_cluster(op, builder.schedule), "holds": builder.held(op) > 0, "direct": in_registers(op, builder.schedule),
-        "pause": builder.schedule.op(op.name).pause, "halves": in_halves(op, builder.graph.tokens, builder.schedule.consumer.warps),
+        "pause": how.pause, "halves": in_halves(op, builder.graph.tokens, schedule.consumer.warps, schedule.sequences),
     }  # fmt: skip
     yield Instr(Verb.COMPUTE, "attention", op.name, op.span, full, reads, writes, "kv_stages(kv_len)", syncs=syncs, args=args)
 
@@ -416,7 +415,7 @@ def _unit_meetings(builder: Builder, op: Attention, parts: Exchange) -> Iterator
         yield "gathered"
     if op.maps and not in_registers(op, builder.schedule):
         yield "mapped"
-    if tiles > builder.schedule.consumer.warps:
+    if tiles > builder.schedule.consumer.warps or builder.schedule.sequences > 1:
         yield "next"
     yield "parts"
     if parts.wire == "Flag":

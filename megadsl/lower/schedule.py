@@ -18,7 +18,7 @@ from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
 from megadsl.source import Span
-from megadsl.types import KIB, MIB, ceil_div, round_up
+from megadsl.types import KIB, MIB, PerLayer, ceil_div, round_up
 
 LOADER = "loader"
 CONSUMER = "consumer"
@@ -106,17 +106,25 @@ NOT_FACTORED = declare(
     'use .scale("before"): "after" is for linears whose input is elementwise(one value) times an expression of its row reductions',
 )
 
+SEQUENCES = declare(
+    "MK259",
+    "a batch of {sequences} sequences in steps of {tokens} tokens",
+    "use 1 to {most} sequences, and at least as many tokens as sequences",
+)
+NO_BATCH = declare("MK257", "{kernel!r} cannot serve {sequences} sequences: {why}", "{mend}")
+
 HINTS = ("evict_first", "evict_normal", "evict_last")
 MAX_STAGES = 64
 MAX_SLOTS = 64  # two to four serve; each is a copy of the whole value in L2
 MAX_BATCH = 32
 MAX_KV = 1 << 24  # rows
+MOST_SEQUENCES = 8  # mk::kMaxSequences
 STAGE_UNIT = 128  # bytes
 KV_CHUNK = 64  # bytes of a chunk per dimension of a head: 16 rows of K and V
 L2_BYTES = 16  # the bulk prefetch's granule
 
 
-def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int) -> Schedule:
+def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_kv: int, sequences: int = 1) -> Schedule:
     """What the machine model suggests. ``blocks`` defaults to :func:`best_blocks`; ring stages of 0 mean "as many as fit"."""
     count = blocks if blocks is not None else best_blocks(graph, machine)
     few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
@@ -133,17 +141,18 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     return Schedule(
         arch=machine.arch,
         blocks=count,
-        roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", _consumer_warps(graph, machine))),
+        roles=(Role(LOADER, "loader", 1), Role(CONSUMER, "consumer", _consumer_warps(graph, machine, sequences))),
         rings=((LOADER, Ring("weights", 0, stage, window, meeting)),),
         ops=ops,
         edges=edges + parts,
         batch=_batch(graph, count),
         max_kv=max_kv,
+        sequences=sequences,
     )
 
 
-def _consumer_warps(graph: Graph, machine: Machine) -> int:
-    units = [unit_bytes(op, graph.tokens, CONSUMER_WARPS) for op in graph.ops if isinstance(op, Attention)]
+def _consumer_warps(graph: Graph, machine: Machine, sequences: int) -> int:
+    units = [unit_bytes(op, graph.tokens, CONSUMER_WARPS, sequences) for op in graph.ops if isinstance(op, Attention)]
     fits = all(parts <= PARTS_SHARE * machine.smem_per_block for _, _, parts in units)
     return CONSUMER_WARPS if fits and all(sum(unit) <= machine.smem_per_block - LEAST_RING for unit in units) else FEWER_WARPS
 
@@ -277,10 +286,29 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, asked: O
         found.raise_if_any()
     if schedule.scope == "op" and "dependent_launch" not in machine.features:
         _lack("one op a launch", "dependent_launch", machine, asked.said(graph.span, "scope"), found, _ALONE)
+    _check_batch(schedule, graph, asked, found)
     _check_warps(schedule, machine, graph, asked, found)
     _check_rings(graph, schedule, machine, asked, found)
     _check_edges(schedule, graph, asked, found)
     _check_ops(schedule, graph, machine, asked, found)
+
+
+def _check_batch(schedule: Schedule, graph: Graph, asked: Overrides, found: Collector) -> None:
+    sequences = schedule.sequences
+    if not 1 <= sequences <= min(MOST_SEQUENCES, max(1, graph.tokens)):
+        found.add(SEQUENCES, graph.span, sequences=sequences, tokens=graph.tokens, most=MOST_SEQUENCES)
+    if sequences == 1:
+        return
+    if schedule.scope != "step":
+        why, mend = "a launch is an op", "use launch scope 'step', or one sequence"
+        found.add(NO_BATCH, asked.said(graph.span, "scope"), kernel=graph.name, sequences=sequences, why=why, mend=mend)
+    if not any(isinstance(op, Attention) for op in graph.ops):
+        why, mend = "it has no KV cache", "use one sequence: its tokens do not see each other"
+        found.add(NO_BATCH, graph.span, kernel=graph.name, sequences=sequences, why=why, mend=mend)
+    for op in graph.ops:
+        if isinstance(op, Attention) and isinstance(op.window, PerLayer):
+            why, mend = f"layers of {op.name!r} have windows of their own", "use one sequence, or a cache that all windows hold"
+            found.add(NO_BATCH, op.span, kernel=graph.name, sequences=sequences, why=why, mend=mend)
 
 
 def _check_roles(schedule: Schedule, graph: Graph, asked: Overrides, found: Collector) -> bool:
@@ -304,7 +332,7 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         span = asked.said(default, "l2_bytes", op.op)
         if op.prefetch.hint not in HINTS:
             found.add(BAD_HINT, asked.said(default, "hint", op.op), hint=op.prefetch.hint, op=op.op)
-        _check_l2(graph, op, schedule.scope, machine, span, found)
+        _check_l2(graph, op, schedule, machine, span, found)
         if not 0 <= op.share_offset < blocks:
             where = asked.said(default, "share_offset", op.op)
             found.add(BAD_COUNT, where, what=f"share_offset of {op.op!r}", value=op.share_offset, low=0, high=blocks - 1)
@@ -321,14 +349,16 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
             found.add(NOT_FACTORED, asked.said(default, "scale", op.op), op=op.op)
 
 
-def _check_l2(graph: Graph, how: OpSchedule, scope: str, machine: Machine, span: Span, found: Collector) -> None:
+def _check_l2(graph: Graph, how: OpSchedule, schedule: Schedule, machine: Machine, span: Span, found: Collector) -> None:
     wanted, most = how.prefetch.l2_bytes, machine.l2_bytes
     if wanted and "l2_bulk_prefetch" not in machine.features:
         _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
     if wanted and isinstance(graph.op(how.op), Embed | Custom):
         found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
-    if wanted and isinstance(graph.op(how.op), Attention) and scope == "op":
+    if wanted and isinstance(graph.op(how.op), Attention) and schedule.scope == "op":
         found.add(L2_NOTHING, span, op=how.op, why="whose rows a launch of one op cannot find before it has joined")
+    if wanted and isinstance(graph.op(how.op), Attention) and schedule.sequences > 1:
+        found.add(L2_NOTHING, span, op=how.op, why="whose rows are those of several sequences")
     if wanted > most:
         found.add(BAD_COUNT, span, what=f"l2 prefetch of {how.op!r}, in bytes,", value=wanted, low=0, high=most)
     elif wanted % L2_BYTES:

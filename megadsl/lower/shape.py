@@ -48,8 +48,12 @@ def float_bits(value: float) -> int:
 
 def divisor_inverse(divisor: int) -> int:
     """mk::Divisor's multiplier as a signed 32-bit integer: 2^32 / divisor, rounded down, plus 1; 0 for 1."""
-    inverse = 0 if divisor == 1 else (2**32 - 1) // divisor + 1
-    return inverse - 2**32 if inverse >= 2**31 else inverse
+    return signed(0 if divisor == 1 else (2**32 - 1) // divisor + 1)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as a signed integer."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
@@ -72,6 +76,9 @@ def build_shape(
         memory.offset("gates"), memory.offset("meeting"), room, memory.offset("progress"),
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
+    if schedule.sequences > 1:
+        stride = signed(kv_bytes(graph, schedule.max_kv) // OFFSET_UNIT)
+        records.append(Record("mk::BatchShape", "batch", (schedule.sequences, stride, memory.offset("sequences"))))
     for role, ring in memory.rings:
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)

@@ -38,6 +38,9 @@ def _stages(op: Op, graph: Graph, schedule: Schedule) -> int:
         chunks = ceil_div(ceil_div(rows, CHUNK_ROWS), how.splits)
         tiles = ceil_div(op.heads // op.kv_heads * graph.tokens, CHUNK_ROWS)
         units = ceil_div(op.kv_heads * how.splits, schedule.blocks)
+        if schedule.sequences > 1:  # a unit may have part of each
+            chunks = ceil_div(ceil_div(rows, CHUNK_ROWS) * schedule.sequences, how.splits)
+            tiles, units = 2 * tiles, units * schedule.sequences
         return units * ceil_div(tiles, schedule.consumer.warps) * (1 + ceil_div(chunks, stage // (CHUNK_ROWS * op.cache_dim * 4)))
     tiles_of = tiling(op)
     shares, offset = part_shares(op, schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
@@ -90,14 +91,22 @@ class GraphModel:
         self._arithmetic = arithmetic
         self._device = torch.device(device)
         self._weights = {name: arithmetic.store(weights[name].to(self._device, arithmetic.dtype)) for name in checked(graph, weights)}
-        self.caches = {
-            (op.cache, layer): tuple(
-                torch.zeros(op.kv_heads, max_kv, op.head_dim, dtype=arithmetic.dtype, device=self._device) for _ in range(2)
-            )
-            for op in graph.ops
+        self.caches = self._empty()
+
+    def _empty(self) -> dict[tuple[str, int], tuple[Tensor, ...]]:
+        shape = {op.cache: (op.kv_heads, self.max_kv, op.head_dim) for op in self.graph.ops if isinstance(op, Attention)}
+        return {
+            (op.cache, layer): tuple(torch.zeros(shape[op.cache], dtype=self._arithmetic.dtype, device=self._device) for _ in range(2))
+            for op in self.graph.ops
             if isinstance(op, Attention)
-            for layer in layers_of(op, graph)
+            for layer in layers_of(op, self.graph)
         }
+
+    def another(self) -> GraphModel:
+        """One more sequence: the same weights, with empty caches of its own. A step of a batch means a step of each by itself."""
+        found = copy(self)
+        found.kv_len, found.caches = 0, found._empty()
+        return found
 
     def step(
         self,

@@ -31,23 +31,27 @@ ATTENTION_FORMS = ("gqa", "grouped", "matmul")
 
 
 class PlainModel:
-    """The graph on static tensors, for steps of exactly ``count`` new tokens that see a chain of ancestors.
+    """The graph on static tensors, for steps of exactly ``count`` new tokens that see a chain of ancestors: as many of each of
+    ``sequences``, which all have as many cached rows.
 
-    ``weights`` as for GraphModel, rounded to bf16. ``ids`` and ``positions`` are int64 (count,); ``caches`` maps
-    (cache, layer) to keys and values, each bf16 (1, kv_heads, max_kv, head_dim). Raises ValueError for weights that do not fit.
+    ``weights`` as for GraphModel, rounded to bf16. ``ids`` are int64 (count,), by sequence, ``positions`` int64 (count / sequences,);
+    ``caches`` maps (cache, layer) to keys and values, each bf16 (sequences, kv_heads, max_kv, head_dim). Raises ValueError for weights
+    that do not fit.
     """
 
-    def __init__(self, graph: Graph, weights: Mapping[str, Tensor], max_kv: int, count: int, device: str = "cpu") -> None:
-        self.graph, self.max_kv, self.count = graph, max_kv, count
+    def __init__(
+        self, graph: Graph, weights: Mapping[str, Tensor], max_kv: int, count: int, device: str = "cpu", sequences: int = 1
+    ) -> None:
+        self.graph, self.max_kv, self.count, self.sequences = graph, max_kv, count, sequences
         self._device = torch.device(device)
         self.ids = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.positions = torch.arange(count, device=self._device)
+        self.positions = torch.arange(count // sequences, device=self._device)
         self._weights = {name: weights[name].to(self._device, torch.bfloat16) for name in checked(graph, weights)}
         self._stacked: dict[tuple[str, int], Tensor] = {}
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self.caches = {
             (op.cache, layer): tuple(
-                torch.zeros(1, op.kv_heads, max_kv, op.head_dim, dtype=torch.bfloat16, device=self._device) for _ in range(2)
+                torch.zeros(sequences, op.kv_heads, max_kv, op.head_dim, dtype=torch.bfloat16, device=self._device) for _ in range(2)
             )
             for op in graph.ops
             if isinstance(op, Attention)
@@ -57,7 +61,7 @@ class PlainModel:
     def set_inputs(self, ids: Sequence[int], kv_len: int) -> None:
         """The ``count`` ids of the next steps, which append rows kv_len, kv_len + 1, ... to the caches."""
         self.ids.copy_(torch.tensor(list(ids)))
-        self.positions.copy_(torch.arange(kv_len, kv_len + self.count))
+        self.positions.copy_(torch.arange(kv_len, kv_len + self.count // self.sequences))
 
     def step(self, rows: int, form: str) -> Step:
         """A function that runs one step when ``rows`` cache rows are in use after it; ``form`` is one of ATTENTION_FORMS.
@@ -68,12 +72,17 @@ class PlainModel:
         builder = _Builder(self, rows, form)
         actions = [builder.action(op, layer) for op, layer in program(self.graph)]
         tables = {_table_name(rope): table for rope, table in self._tables.items()}
-        positions, chooses = self.positions, any(isinstance(op, Linear) and op.sink == "argmax" for op in self.graph.ops)
+        sequences, positions, chooses = (
+            self.sequences,
+            self.positions,
+            any(isinstance(op, Linear) and op.sink == "argmax" for op in self.graph.ops),
+        )
 
         def step() -> tuple[Tensor, Tensor | None]:
             values: Values = {}
             for name, (cos, sin) in tables.items():  # once a step, for all layers
-                values[name + "cos"], values[name + "sin"] = cos[positions], sin[positions]
+                at = positions if sequences == 1 else positions.repeat(sequences)
+                values[name + "cos"], values[name + "sin"] = cos[at], sin[at]
             for action in actions:
                 action(values)
             result = values["result"]
@@ -225,17 +234,18 @@ class _Builder:
         q, k, v = self._heads(op, "q", op.q, layer), self._heads(op, "k", op.k, layer), self._operand(op.v, layer)
         keys, values_ = self._model.caches[op.cache, layer]
         positions, rows, dim = self._model.positions, self._rows, op.head_dim
-        attend = _attend(self._form, op, at_layer(op.window, layer), self._model.count, rows, positions.device)
+        sequences, count = self._model.sequences, self._model.count // self._model.sequences
+        attend = _attend(self._form, op, at_layer(op.window, layer), count, rows, positions.device)
         (name,) = self._define(op.out, [(0, op.heads * dim)])
 
         def heads(x: Tensor) -> Any:
-            return x.unflatten(-1, (-1, dim)).transpose(0, 1)[None]
+            return x.view(sequences, count, -1, dim).transpose(1, 2)
 
         def run(values: Values) -> None:
             keys.index_copy_(2, positions, heads(k(values)))
             values_.index_copy_(2, positions, heads(v(values)))
             out = attend(heads(q(values)), keys[:, :, :rows], values_[:, :, :rows])
-            values[name] = values["result"] = out[0].transpose(0, 1).flatten(1)
+            values[name] = values["result"] = out.transpose(1, 2).reshape(sequences * count, -1)
 
         return run
 
@@ -301,7 +311,7 @@ def _rotation(table: str, rope: Rope) -> Callable[[Tensor, Values], Tensor]:
 def _attend(
     form: str, op: Attention, window: int | None, count: int, rows: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of q (1, heads, count, D) over k and v (1, kv_heads, rows, D), in a layer of that window."""
+    """Attention of q (sequences, heads, count, D) over k and v (sequences, kv_heads, rows, D), in a layer of that window."""
     scale, kv_heads, group = op.scale, op.kv_heads, op.heads // op.kv_heads
     hides = window is not None and window < rows  # the form takes no mask: then it is as "grouped"
     if form == "gqa" and not hides and op.softcap is None:
@@ -326,8 +336,8 @@ def _attend(
     inner = by_matmul if form == "matmul" or op.softcap is not None else by_sdpa
 
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out = inner(q.reshape(1, kv_heads, group * count, -1), k, v)
-        return out.reshape(1, kv_heads * group, count, -1)
+        out = inner(q.reshape(len(q), kv_heads, group * count, -1), k, v)
+        return out.reshape(len(q), kv_heads * group, count, -1)
 
     return grouped
 

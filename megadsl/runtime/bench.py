@@ -20,12 +20,15 @@ import torch
 from megadsl.diagnostics import declare, error
 from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
+from megadsl.reference.model import GraphModel
 from megadsl.runtime.bench_baselines import Prepared, Task, prepare
 from megadsl.runtime.bench_kinds import Baseline
 from megadsl.runtime.bench_steps import StepsRow, StepsTrial
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.cuda import machine_of
-from megadsl.runtime.generate import Compiled, Generator
+from megadsl.runtime.generate import Compiled
+from megadsl.runtime.kv import KvCache
+from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.weights import TensorSource, needed, random_weights
 
@@ -34,6 +37,8 @@ NO_ROOM = declare(
     "{kv} cached rows and the {forced} tokens that the fidelity gate forces do not fit a cache of {max_kv} rows",
     "measure at most {most} cached rows, or compile with a larger max_kv",
 )
+
+UNEVEN = declare("MK498", "{count} tokens of {sequences} sequences", "measure as many tokens of each: a multiple of {sequences} in all")
 
 FORCED_TOKENS = 32  # at least so many logits are judged
 
@@ -65,6 +70,7 @@ class Row:
     baselines: tuple[BaselineRow, ...]
     launches: BaselineRow | None = None
     steps: StepsRow | None = None
+    sequences: int = 1
 
     @property
     def passed(self) -> bool:
@@ -80,7 +86,7 @@ class Row:
         """As JSON; times in milliseconds."""
         compared, best = self.gate.tokens.compared, self.best
         return {
-            "tokens": self.tokens, "kv": self.kv, "gate": self.gate.passed,
+            "tokens": self.tokens, "sequences": self.sequences, "kv": self.kv, "gate": self.gate.passed,
             "error": self.gate.ours.mean, "error_max": self.gate.ours.max,
             "error_bf16": self.gate.bf16.mean, "error_bf16_max": self.gate.bf16.max,
             "tokens_equal": compared - len(self.gate.tokens.differing), "tokens_compared": compared,
@@ -97,9 +103,11 @@ class Row:
         """For people: a line for the kernel, one a baseline."""
         verdict = "passed" if self.passed else "FAILED"
         agreed = self.gate.tokens.compared - len(self.gate.tokens.differing)
+        batch = f" of {self.sequences} sequences," if self.sequences > 1 else ""
         host = "" if self.host_us is None else f", host {self.host_us:.1f} us per launch"
         yield (
-            f"tokens {self.tokens:>2} kv {self.kv:>5}: {_times_text(self.times)}, {self.times.median / self.floor_ms:.3f} x floor{host};"
+            f"tokens {self.tokens:>2}{batch} kv {self.kv:>5}: {_times_text(self.times)},"
+            f" {self.times.median / self.floor_ms:.3f} x floor{host};"
             f" gate {verdict}: {self.gate.ours.mean:.3e} against bf16 {self.gate.bf16.mean:.3e},"
             f" tokens {agreed}/{self.gate.tokens.compared}, replays that differ {self.differ}"
         )
@@ -154,10 +162,11 @@ class Timed:
 class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
-    Steps have exactly the manifest's ``tokens``. ``device`` is "cuda", torch's current GPU, or "cpu", the emulator; ``options`` go to
-    the Program. ``apart`` is the same model compiled with one op a launch, to be timed beside it, or why it does not compile; None: it
-    is left out. ``steps`` > 1: launches of so many steps are timed as well, beside as many launches. Turns TF32 off for the process.
-    Raises what Generator does.
+    Steps have exactly the manifest's ``tokens``, of a batch as many of each sequence (else MK498). ``device`` is "cuda", torch's
+    current GPU, or "cpu", the emulator; ``options`` go to the Program. ``apart`` is the same model compiled with one op a launch, to be
+    timed beside it, or why it does not compile; None: it is left out. ``steps`` > 1: launches of so many steps are timed as well,
+    beside as many launches. Turns TF32 off for the process.
+    Raises what Program does.
     """
 
     def __init__(
@@ -175,50 +184,59 @@ class Subject:
         where = str(self.device)
         source = random_weights(self.manifest, _SEED, where)
         weights = {name: source.load(name) for name in needed(self.manifest)}
-        self.generator = Generator(compiled, TensorSource(weights), where, progress=False, **dict(options or {}))
+        self.sequences = int(self.manifest["sequences"])
+        if self.count % self.sequences:
+            raise error(UNEVEN, count=self.count, sequences=self.sequences)
+        arena = pack_weights(self.manifest, TensorSource(weights), where, progress=False)
+        self.program = Program(self.manifest, compiled.source, where, arena, **dict(options or {}))
         self.apart: Program | None = None
         self.why_not_apart = apart if isinstance(apart, str) else None
         if apart is not None and not isinstance(apart, str):
-            self.apart = Program(apart.manifest, apart.source, where, self.generator.program.buffers["weights"])
-        arena = self.generator.program.buffers["weights"]
+            self.apart = Program(apart.manifest, apart.source, where, arena)
         again = partial(Program, self.manifest, compiled.source, where, arena, **dict(options or {}))
         self.steps = StepsTrial(again, steps) if steps > 1 else None
-        self.oracle = ReferenceModel(self.graph, weights, self.max_kv, "fp32", where)
-        self.bf16 = EagerModel(self.graph, weights, self.max_kv, where)
-        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where)
+        self._rows = 0  # in each cache
+        self.oracle = _Each(ReferenceModel(self.graph, weights, self.max_kv, "fp32", where), self.sequences)
+        self.bf16 = _Each(EagerModel(self.graph, weights, self.max_kv, where), self.sequences)
+        self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where, self.sequences)
         self._random = torch.Generator(self.device)
         self.machine = machine_of(self.manifest["arch"], self.device)
         self.clock = Clock(self.device, self.machine, self.manifest["weight_bytes"])
 
     def floor_ms(self, kv: int) -> float:
         """Milliseconds that the bytes of a step on ``kv`` cached rows take."""
-        return 1e3 * floor_seconds(self.graph, self.machine, kv)
+        return 1e3 * floor_seconds(self.graph, self.machine, kv * self.sequences)
 
     def fill(self, rows: int) -> None:
         """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
         self._random.manual_seed(1000 + rows)
-        self.generator.reset()
-        programs = [self.generator.program, *([self.apart] if self.apart is not None else [])]
+        self.program.reset()
+        programs = [self.program, *([self.apart] if self.apart is not None else [])]
         programs += self.steps.programs if self.steps is not None else ()
-        for (cache, layer), (keys, values) in self.oracle.caches.items():
-            shape = keys[:, :rows].shape
-            k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
-            bf16, plain = self.bf16.caches[cache, layer], self.plain.caches[cache, layer]
-            for its, new in (((keys, bf16[0], plain[0][0]), k), ((values, bf16[1], plain[1][0]), v)):
-                for tensor in its:
-                    tensor[:, :rows] = new.to(tensor)
-            for program in programs:
-                assert program.kv is not None
-                program.kv.write(layer, k, v)
-        self.generator.kv_len = self.oracle.kv_len = self.bf16.kv_len = rows
+        for index, (oracle, bf16) in enumerate(zip(self.oracle.models, self.bf16.models, strict=True)):
+            for (cache, layer), (keys, values) in oracle.caches.items():
+                shape = keys[:, :rows].shape
+                k, v = (torch.randn(shape, generator=self._random, device=self.device).bfloat16() for _ in range(2))
+                its, plain = bf16.caches[cache, layer], self.plain.caches[cache, layer]
+                for all_of_them, new in (((keys, its[0], plain[0][index]), k), ((values, its[1], plain[1][index]), v)):
+                    for tensor in all_of_them:
+                        tensor[:, :rows] = new.to(tensor)
+                for program in programs:
+                    KvCache(program.manifest, program.buffers["kv"], index).write(layer, k, v)
+            oracle.kv_len = bf16.kv_len = rows
+        self._rows = rows
 
     def judge(self) -> Gate:
         """The fidelity gate over teacher-forced steps of random tokens, from the rows that are in the caches."""
         found: list[tuple[torch.Tensor, ...]] = []
-        for _ in range(forced_rows(self.count) // self.count):
+        for _ in range(forced_rows(self.count // self.sequences) * self.sequences // self.count):
             ids = self._ids()
-            self.generator.program.logits.fill_(float("nan"))
-            found.append((self.generator.step(ids).clone(), self.bf16.step(ids), self.oracle.step(ids)))
+            self.program.logits.fill_(float("nan"))
+            self.program.set_chain(self._rows, ids)
+            self.program.launch()
+            self.program.check()
+            self._rows += self.count // self.sequences
+            found.append((self.program.logits[: self.count].clone(), self.bf16.step(ids), self.oracle.step(ids)))
         ours, bf16, fp32 = (torch.cat(part) for part in zip(*found, strict=True))
         return gate(ours, bf16, fp32)
 
@@ -227,7 +245,7 @@ class Subject:
 
         Raises MK461 when the cache is too small for the gate, MegakernelHang, MK449.
         """
-        forced = forced_rows(self.count)
+        forced = forced_rows(self.count // self.sequences)
         if kv + forced > self.max_kv:
             raise error(NO_ROOM, kv=kv, forced=forced, max_kv=self.max_kv, most=max(0, self.max_kv - forced))
         self.fill(kv)
@@ -235,9 +253,9 @@ class Subject:
         self.fill(kv)
         ids = self._ids()
         self.plain.set_inputs(ids, kv)
-        task = Task(self.plain, kv + self.count, self.bf16.step(ids), self.oracle.step(ids))
+        task = Task(self.plain, kv + self.count // self.sequences, self.bf16.step(ids), self.oracle.step(ids))
         baselines = prepare(task, which, budget_s, self.clock, replays)
-        program = self.generator.program
+        program = self.program
         ours, differ = self._contestant(self._ready(program, ids, kv))
         apart = None if which is Baseline.NONE else self._apart(ids, kv)
         rivals = [rival for each in (apart, *baselines) if each is not None and (rival := each.contestant()) is not None]
@@ -249,12 +267,13 @@ class Subject:
         launches = None if apart is None else BaselineRow(apart, times.get(apart.name))
         steps = None if self.steps is None else self.steps.row(times, wrong)
         host_us = host_microseconds(program)
-        return Row(self.count, kv, verdict, times[ours.name], self.floor_ms(kv), replays, int(differ), host_us, rows, launches, steps)
+        floor, n = self.floor_ms(kv), self.sequences
+        return Row(self.count, kv, verdict, times[ours.name], floor, replays, int(differ), host_us, rows, launches, steps, n)
 
     def timed(self, kv: int, replays: int) -> Timed:
         """The step on ``kv`` cached rows, alone: its median time, its logits, and its timeline where the build leaves one."""
         self.fill(kv)
-        program = self.generator.program
+        program = self.program
         ours, _ = self._contestant(self._ready(program, self._ids(), kv))
         times = self.clock.times([ours], replays)
         program.check()
@@ -266,8 +285,7 @@ class Subject:
 
     def _ready(self, program: Program, ids: Sequence[int], kv: int) -> Replay:
         """The step on these ids, captured: it may be replayed any number of times, since it overwrites what it has appended."""
-        masks = [(2 << i) - 1 for i in range(self.count)]
-        program.control.set_inputs(kv, ids, range(kv, kv + self.count), masks)
+        program.set_chain(kv, ids)
         return program.capture()
 
     def _apart(self, ids: Sequence[int], kv: int) -> Prepared | None:
@@ -278,7 +296,7 @@ class Subject:
         step = self._ready(program, ids, kv)
         step.replay()
         program.check()
-        same = torch.equal(program.logits.view(torch.int32), self.generator.program.logits.view(torch.int32))
+        same = torch.equal(program.logits.view(torch.int32), self.program.logits.view(torch.int32))
         graph = "in a CUDA graph of dependent launches" if self.device.type == "cuda" else "launch by launch"
         name = f"one op a launch ({len(program.manifest['launches'])}), {graph}"
         wrong = None if same else "its logits have other bits than the megakernel's"
@@ -286,7 +304,7 @@ class Subject:
 
     def _contestant(self, step: Replay) -> tuple[Contestant, torch.Tensor]:
         """The kernel, and a count of its replays whose logits are other bits than those of a first one."""
-        program = self.generator.program
+        program = self.program
         step.replay()
         program.check()
         first = program.logits.view(torch.int32).clone()
@@ -296,6 +314,18 @@ class Subject:
             differ.add_((program.logits.view(torch.int32) != first).any())
 
         return Contestant("megadsl", step.replay, compare), differ
+
+
+class _Each:
+    """A model for each sequence, all on the same weights: a step is one of each, of as many tokens."""
+
+    def __init__(self, model: GraphModel, sequences: int) -> None:
+        self.models = [model, *(model.another() for _ in range(sequences - 1))]
+
+    def step(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits (n, vocab) in the order of ``ids``, which are those of the first sequence, then of the next."""
+        own = len(ids) // len(self.models)
+        return torch.cat([model.step(ids[i * own : (i + 1) * own]) for i, model in enumerate(self.models)])
 
 
 def describe(subject: Subject) -> dict[str, Any]:

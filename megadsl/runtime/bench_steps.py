@@ -11,7 +11,7 @@ import torch
 
 from megadsl.diagnostics import error
 from megadsl.runtime.bench_timing import Contestant, Spread
-from megadsl.runtime.control import ADVANCE, CHOSEN, NEXT_IDS, STEPS_MADE
+from megadsl.runtime.control import ADVANCE, BATCH_CHOSEN, CHOSEN, MOST_SEQUENCES, NEXT_IDS, STEPS_MADE, even
 from megadsl.runtime.generate import KV_FULL
 from megadsl.runtime.program import Program
 
@@ -51,6 +51,7 @@ class StepsTrial:
     def __init__(self, make: Callable[[], Program], count: int) -> None:
         self.count = count
         self.together, self.apart = make(), make()
+        self._sequences = int(self.together.manifest["sequences"])
         self.together.set_steps(count)
         self._graphs = self.together.capture(), self.apart.capture(count)
         self._inputs: tuple[int, Sequence[int]] = (0, (0,))
@@ -61,7 +62,7 @@ class StepsTrial:
 
     def begin(self, kv: int, ids: Sequence[int]) -> str | None:
         """Run once each on ``kv`` cached rows, which both hold already; what is not the same then. Raises MK450."""
-        rows, max_kv = len(ids) + self.count - 1, int(self.together.manifest["max_kv"])
+        rows, max_kv = even(len(ids), self._sequences)[0] + self.count - 1, int(self.together.manifest["max_kv"])
         if kv + rows > max_kv:
             raise error(KV_FULL, max_kv=max_kv, used=kv, more=rows, room=max_kv - kv)
         self._inputs = kv, ids
@@ -71,15 +72,24 @@ class StepsTrial:
         words, chosen = self.together.check(), []
         for index in range(self.count):
             self.apart.launch()
-            chosen.append(self.apart.check()[NEXT_IDS + (len(ids) - 1 if index == 0 else 0)])
+            own = even(len(ids), self._sequences) if index == 0 else [1] * self._sequences
+            now = self.apart.check()
+            chosen += [now[NEXT_IDS + sum(own[: i + 1]) - 1] for i in range(self._sequences)]
         for program in self.programs:
             self._rewind(program)
-        if words[CHOSEN : CHOSEN + words[STEPS_MADE]] != chosen:
+        if self._chosen(words) != chosen:
             return "it chooses other ids"
-        logits = [program.logits[:1].view(torch.int32) for program in self.programs]
+        logits = [program.logits[: self._sequences].view(torch.int32) for program in self.programs]
         if not torch.equal(*logits):
             return "its logits have other bits"
         return None if torch.equal(self.together.buffers["kv"], self.apart.buffers["kv"]) else "its cached rows have other bits"
+
+    def _chosen(self, words: Sequence[int]) -> list[int]:
+        """What a launch has chosen, step by step, of a batch for each sequence."""
+        made = words[STEPS_MADE]
+        if self._sequences == 1:
+            return list(words[CHOSEN : CHOSEN + made])
+        return [words[BATCH_CHOSEN + at * MOST_SEQUENCES + i] for at in range(made) for i in range(self._sequences)]
 
     def contestants(self) -> tuple[Contestant, Contestant]:
         """Each run makes all steps from the same inputs, which are given anew outside of the time."""
@@ -95,8 +105,7 @@ class StepsTrial:
 
     def _rewind(self, program: Program) -> None:
         kv, ids = self._inputs
-        masks = [(2 << i) - 1 for i in range(len(ids))]
-        program.control.set_inputs(kv, ids, range(kv, kv + len(ids)), masks, ADVANCE)
+        program.set_chain(kv, ids, ADVANCE)
 
 
 def _each(times: Spread, count: int) -> Spread:

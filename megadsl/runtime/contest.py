@@ -173,8 +173,7 @@ class Contest:
             runner.kv = kv
 
     def _set_inputs(self, runner: Runner, kv: int, ids: Sequence[int]) -> None:
-        masks = [(2 << i) - 1 for i in range(len(ids))]
-        runner.program.control.set_inputs(kv, ids, range(kv, kv + len(ids)), masks)
+        runner.program.set_chain(kv, ids)
 
     def _runner(self, kernel: Kernel) -> Runner:
         """The kernel, loaded; those that were not used for longest make room."""

@@ -17,6 +17,8 @@ ERROR, EPOCH, KV_LEN, N_TOKENS, FLAGS, TIMEOUT_US, STEPS, ABORT = range(8)
 TOKEN_IDS, POSITIONS, ANCESTORS, NEXT_IDS, RECORD, CHAOS = 8, 24, 40, 56, 72, 80
 NUM_STEPS, STOP_IDS, STEPS_MADE, CHOSEN = 81, 82, 90, 91
 WORDS = 128
+MOST_SEQUENCES = 8
+BATCH_KV_LEN, BATCH_TOKENS, BATCH_CHOSEN = 128, 136, 144  # of mk::BatchControl, behind it, in kernels of a batch
 MOST_TOKENS = 16
 MOST_STEPS = 32  # of one launch
 MOST_STOP_IDS = 8
@@ -83,8 +85,19 @@ def recorded_wait(manifest: Mapping[str, Any], words: Sequence[int]) -> Wait:
     return describe_wait(manifest, {name: word & 0xFFFFFFFF for name, word in zip(_RECORD_NAMES, record, strict=True)})
 
 
+def even(count: int, sequences: int) -> list[int]:
+    """New tokens of each sequence where all have as many, or the first ones one more."""
+    return [count // sequences + (i < count % sequences) for i in range(sequences)]
+
+
+def chains(counts: Sequence[int]) -> list[int]:
+    """Ancestor masks of a step in which each sequence's tokens see those before them, and no other's."""
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    return [((2 << i) - 1) << first for first, count in zip(firsts, counts, strict=True) for i in range(count)]
+
+
 class Control:
-    """Host access to a control block. ``words`` is its int32 tensor of 128 words, where the kernel reads it.
+    """Host access to a control block. ``words`` is its int32 tensor of 128 words (in kernels of a batch more), where the kernel reads it.
 
     Every method writes inside ``turn()``, which orders it among the launches.
     """
@@ -97,7 +110,7 @@ class Control:
 
     def reset(self) -> None:
         """As before the first launch: epoch 1, an empty KV cache, no error."""
-        fresh = torch.zeros(WORDS, dtype=torch.int32)
+        fresh = torch.zeros(self.words.shape, dtype=torch.int32)
         fresh[EPOCH], fresh[TIMEOUT_US], fresh[NUM_STEPS] = FIRST_EPOCH, self._timeout_us, 1
         fresh[STOP_IDS:STEPS_MADE] = NO_ID
         with self._turn():
@@ -136,3 +149,20 @@ class Control:
         with self._turn():
             self.words[KV_LEN : TIMEOUT_US + 1].copy_(head)
             self.words[TOKEN_IDS:NEXT_IDS].copy_(lists.flatten())
+
+    def set_batch(
+        self,
+        kv_lens: Sequence[int],
+        counts: Sequence[int],
+        ids: Sequence[int],
+        positions: Iterable[int],
+        ancestors: Iterable[int],
+        flags: int = 0,
+    ) -> None:
+        """What the next launch of a batch reads: per sequence (1 to 8) its rows in the cache and how many of the new tokens are its own,
+        then what :meth:`set_inputs` takes of all tokens, ordered by sequence. Bits of ``ancestors`` count the step's tokens."""
+        batch = torch.zeros(2, MOST_SEQUENCES, dtype=torch.int32)
+        batch[0, : len(kv_lens)], batch[1, : len(counts)] = torch.tensor(kv_lens), torch.tensor(counts)
+        with self._turn():
+            self.set_inputs(0, ids, positions, ancestors, flags)
+            self.words[BATCH_KV_LEN:BATCH_CHOSEN].copy_(batch.flatten())

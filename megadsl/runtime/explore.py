@@ -19,6 +19,7 @@ from megadsl.runtime.program import Program
 from megadsl.runtime.weights import WeightSource, random_weights
 
 WEIGHTS_SEED = 3
+UNEVEN = 17  # rows: a chunk and one more
 STEPS = 4  # of the last launch: all that a cached row and its copies in another block need, see Subject
 
 
@@ -128,9 +129,9 @@ class Subject:
     def launch(self, program: Program, inputs: Inputs | None) -> tuple[Outcome, LaunchReport]:
         """One of the launches, behind those before it."""
         if inputs is not None:
-            count = len(inputs.ids)
-            positions = range(inputs.kv_len, inputs.kv_len + count)
-            program.control.set_inputs(inputs.kv_len, inputs.ids, positions, [(2 << i) - 1 for i in range(count)], inputs.flags)
+            # of a batch, sequences of other lengths beside the first
+            lens = [max(0, inputs.kv_len - UNEVEN * i) for i in range(self.manifest["sequences"])]
+            program.set_chain(lens, inputs.ids, inputs.flags)
             program.set_steps(inputs.steps)
         program.logits.fill_(float("nan"))
         program.launch()

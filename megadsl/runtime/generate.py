@@ -51,6 +51,10 @@ NO_TOKENIZER = declare(
     "give a GGUF file or a directory with a tokenizer.json, or pass token ids instead of text",
 )
 NO_WEIGHTS = declare("MK459", "no weights were given for {model}", "give a GGUF file or a checkpoint's directory with --weights PATH")
+SEQUENCE_COUNT = declare("MK496", "kernel {model} serves {sequences} sequences", "{mend}")
+PER_SEQUENCE = declare(
+    "MK497", "new tokens of {got} sequences", "give a list for each of the {sequences} sequences, an empty one for those that wait"
+)
 THETA = declare("MK424", "the spec rotates with {spec}, the checkpoint was trained with {checkpoint}", "use {checkpoint} in mk.rope")
 
 STEPS_PER_LAUNCH = 8  # what launches cost beside their steps is then an eighth, and text still flows
@@ -84,14 +88,16 @@ class Generation:
     ms_per_token: float
 
 
-class Generator:
-    """A model with its weights and KV cache.
+class LoadedModel:
+    """A model with its weights and KV caches, ready to be launched: what generators share.
 
     ``weights``: a GGUF file, a Hugging Face directory, a source, or None for the demo's (smollm2-135m only). ``device``: "cuda",
     "cuda:N", or "cpu" for the emulator. ``steps_per_launch``: how many tokens a launch decodes greedily, by default 8 where the kernel
     can make several steps. Raises MK465 and MK466 as Program.set_steps does, MK400 to MK448 for what is wrong with weights or machine,
-    all weights at once.
+    all weights at once; MK496 where the kernel is not for ``batch``.
     """
+
+    batch = False
 
     def __init__(
         self,
@@ -104,6 +110,11 @@ class Generator:
         **options: Any,
     ) -> None:
         self.manifest = compiled.manifest
+        if self.batch != (self.manifest["sequences"] > 1):
+            mend = (
+                "use a BatchGenerator, or compile with sequences=1" if not self.batch else "use a Generator, or compile with more sequences"
+            )
+            raise error(SEQUENCE_COUNT, model=self.manifest["model"], sequences=self.manifest["sequences"], mend=mend)
         source = weight_source(self.manifest["model"], weights)
         check_rope(self.manifest, source)
         self._file = source.file if isinstance(source, GgufSource) else None
@@ -112,11 +123,49 @@ class Generator:
         arena = pack_weights(self.manifest, source, where, progress=progress)
         self.program = Program(self.manifest, compiled.source, where, arena, **options)
         self._chooses = any(isinstance(op, Linear) and op.sink == "argmax" for op in compiled.graph.ops)
-        self._kv_len = 0
         self.steps_per_launch = steps_per_launch or (STEPS_PER_LAUNCH if self.manifest["several_steps"] else 1)
         self.program.set_steps(self.steps_per_launch)  # or refuses
         self.program.set_steps(1)
         self._replay = self.program.capture()
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = self.tokenizer or (None if self._file is None else tokenizer_of(self._file))
+            if tokenizer is None:
+                raise error(NO_TOKENIZER)
+            ids = tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        self._check_prompt(ids)
+        return ids
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise error(EMPTY_PROMPT)
+        vocab = self.manifest["vocab"]
+        with collecting() as found:
+            for index, token in enumerate(ids):
+                if not 0 <= token < vocab:
+                    found.add(ID_RANGE, token=token, index=index, last=vocab - 1, vocab=vocab)
+
+    def _require_choice(self) -> None:
+        if not self._chooses:
+            raise error(NO_ARGMAX, model=self.manifest["model"])
+
+    def _stops(self, stop_at_end: bool) -> frozenset[int]:
+        """Ids behind which a text ends."""
+        return frozenset(self.tokenizer.stop_ids) if self.tokenizer and stop_at_end else frozenset()
+
+    def _require_free(self, used: int, rows: int) -> None:
+        room = self.manifest["max_kv"] - used
+        if rows > room:
+            raise error(KV_FULL, max_kv=self.manifest["max_kv"], used=used, more=rows, room=room)
+
+
+class Generator(LoadedModel):
+    """A model with its weights and one KV cache, for one text at a time; made as LoadedModel is."""
+
+    _kv_len = 0
 
     @property
     def kv_len(self) -> int:
@@ -163,13 +212,12 @@ class Generator:
         ``on_token(id, text)`` is called as tokens arrive; ``text`` is what they add, held back while UTF-8 is incomplete.
         Raises MK410, MK450 to MK452, MK457, MK458, MegakernelHang.
         """
-        if not self._chooses:
-            raise error(NO_ARGMAX, model=self.manifest["model"])
+        self._require_choice()
         prompt_ids = self._ids(prompt)
         self.reset()
         self._require_room(len(prompt_ids) + max(max_new_tokens - 1, 0))
-        stops = self.tokenizer.stop_ids if self.tokenizer and stop_at_end else frozenset()
-        text = _Text(self.tokenizer, on_token)
+        stops = self._stops(stop_at_end)
+        text = Text(self.tokenizer, on_token)
         first = self._prefill(prompt_ids)
         if max_new_tokens > 0:
             text.add(first)
@@ -185,17 +233,6 @@ class Generator:
         self._kv_len = len(prompt_ids) + steps
         return Generation(prompt_ids, text.ids, text.whole(), 1e3 * spent / steps if steps else 0.0)
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            tokenizer = self.tokenizer or (None if self._file is None else tokenizer_of(self._file))
-            if tokenizer is None:
-                raise error(NO_TOKENIZER)
-            ids = tokenizer.encode(prompt)
-        else:
-            ids = list(prompt)
-        self._check_prompt(ids)
-        return ids
-
     def _prefill(self, ids: Sequence[int]) -> int:
         """Append a prompt; the id the kernel chooses after it (meaningless when it chooses none)."""
         self._check_prompt(ids)
@@ -205,19 +242,8 @@ class Generator:
             following = self._launch(ids[begin : begin + chunk])
         return following
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise error(EMPTY_PROMPT)
-        vocab = self.manifest["vocab"]
-        with collecting() as found:
-            for index, token in enumerate(ids):
-                if not 0 <= token < vocab:
-                    found.add(ID_RANGE, token=token, index=index, last=vocab - 1, vocab=vocab)
-
     def _require_room(self, rows: int) -> None:
-        room = self.manifest["max_kv"] - self._kv_len
-        if rows > room:
-            raise error(KV_FULL, max_kv=self.manifest["max_kv"], used=self._kv_len, more=rows, room=room)
+        self._require_free(self._kv_len, rows)
 
     def _launch(self, ids: Sequence[int], positions: Sequence[int] | None = None, ancestors: Sequence[int] | None = None) -> int:
         count = len(ids)
@@ -268,7 +294,7 @@ class Generator:
         return words[CHOSEN : CHOSEN + words[STEPS_MADE]]
 
 
-class _Text:
+class Text:
     """Ids as they arrive, and the text they add."""
 
     def __init__(self, tokenizer: Tokenizer | None, on_token: Callable[[int, str], None] | None) -> None:

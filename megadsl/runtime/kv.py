@@ -18,14 +18,15 @@ _PANEL = 32  # features: a head takes room for whole panels
 
 
 class KvCache:
-    """Plain views of one KV arena: (kv_heads, rows, head_dim) bf16, rows by position in the cache.
+    """Plain views of one sequence's KV caches in an arena: (kv_heads, rows, head_dim) bf16, rows by position in the cache.
 
     The arena's own order (chunks in mma-fragment order, K in rope pair order) is the kernel's business; :meth:`write` and
     :meth:`read` translate.
     """
 
-    def __init__(self, manifest: Mapping[str, Any], arena: torch.Tensor) -> None:
+    def __init__(self, manifest: Mapping[str, Any], arena: torch.Tensor, sequence: int = 0) -> None:
         kv = manifest["kv"]
+        arena = sequence_arena(manifest, arena, sequence)
         self.kv_heads: int = kv["kv_heads"]
         self.head_dim: int = kv["head_dim"]
         self.max_kv: int = manifest["max_kv"]
@@ -72,6 +73,12 @@ class KvCache:
     def _store(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         for view, plain in zip(self._views(layer, begin, begin + keys.shape[1] // _ROWS), (keys, values), strict=True):
             view.copy_(functional.pad(plain, (0, self._panels * _PANEL - self.head_dim)).view(view.shape))
+
+
+def sequence_arena(manifest: Mapping[str, Any], arena: torch.Tensor, sequence: int) -> torch.Tensor:
+    """The bytes of one sequence in the KV arena of a batch: in the layout of a kernel of one sequence."""
+    size = arena.numel() // manifest["sequences"]
+    return arena[sequence * size : (sequence + 1) * size]
 
 
 def rope_of(record: Mapping[str, Any]) -> Rope:

@@ -15,7 +15,18 @@ from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.emulate import Emulator, LaunchReport, Mutant
 from megadsl.resources import include
-from megadsl.runtime.control import ERROR, MOST_STEPS, MOST_STOP_IDS, STEPS, Control, MegakernelHang, describe_wait, recorded_wait
+from megadsl.runtime.control import (
+    ERROR,
+    MOST_STEPS,
+    MOST_STOP_IDS,
+    STEPS,
+    Control,
+    MegakernelHang,
+    chains,
+    describe_wait,
+    even,
+    recorded_wait,
+)
 from megadsl.runtime.cuda import CudaKernel, architecture, check_gpu
 from megadsl.runtime.kv import KvCache, rope_of, rope_table
 from megadsl.runtime.queue import LaunchQueue
@@ -146,6 +157,19 @@ class Program:
             )
             raise error(ONE_STEP, model=self.manifest["model"], count=count, why=why, mend=mend)
         self.control.set_steps(count, stop_ids)
+
+    def set_chain(self, kv_len: int | Sequence[int], ids: Sequence[int], flags: int = 0) -> None:
+        """The next launch's inputs: new tokens behind ``kv_len`` cached rows, each of which sees those before it. Of a batch, every
+        sequence has so many rows (or its own entry), and the tokens are dealt out to the sequences in stretches that differ by one at most.
+        """
+        sequences = self.manifest["sequences"]
+        lens = [kv_len] * sequences if isinstance(kv_len, int) else list(kv_len)
+        counts = even(len(ids), sequences)
+        positions = [kv + i for kv, count in zip(lens, counts, strict=True) for i in range(count)]
+        if sequences == 1:
+            self.control.set_inputs(lens[0], ids, positions, chains(counts), flags)
+        else:
+            self.control.set_batch(lens, counts, ids, positions, chains(counts), flags)
 
     def launch(self) -> None:
         """Run one step, or as many as :meth:`set_steps` says: on a GPU enqueued on torch's current stream, in the emulator to its end.

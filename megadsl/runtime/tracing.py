@@ -57,7 +57,7 @@ def record(
     _fill_cache(program, rows)
     vocab = manifest["vocab"]
     ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    program.control.set_inputs(rows, ids, range(rows, rows + tokens), [(2 << i) - 1 for i in range(tokens)])
+    program.set_chain(rows, ids)
     step = program.capture()
     for _ in range(1 if where == "cpu" else steps):
         step.replay()

@@ -54,13 +54,15 @@ class SupportsDLPack(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a compiled step takes: at most ``tokens`` new ones, ids below ``vocab``, ``max_kv`` rows, arenas of so many bytes."""
+    """What a compiled step takes: at most ``tokens`` new ones, ids below ``vocab``, ``max_kv`` rows of each of ``sequences``, arenas of so
+    many bytes."""
 
     tokens: int
     vocab: int
     max_kv: int
     weight_bytes: int
     cache_bytes: int
+    sequences: int = 1
 
 
 def tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
@@ -81,7 +83,8 @@ def check_kinds(
 ) -> None:
     """Raise what is wrong with devices, dtypes and shapes: MK453, MK482 to MK485. Reads no values, so that fake tensors will do.
 
-    ``inputs``: ids (n,), kv_len () or (1,), positions and ancestors (n,) or None; ``arenas``: weights and cache.
+    ``inputs``: ids (n,), kv_len () or (1,) (of a batch (sequences,), and so counts, or None), positions and ancestors (n,) or None;
+    ``arenas``: weights and cache.
     """
     found: list[Diagnostic] = []
     ids = inputs["ids"]
@@ -93,23 +96,28 @@ def check_kinds(
             found.append(diagnose(WRONG_DEVICE, name=name, got=tensor.device, want=str(device)))
         if tensor.dtype not in _INTEGERS:
             found.append(diagnose(WRONG_DTYPE, name=name, got=tensor.dtype, want="int64 or int32", mend=f"{name}.to(torch.int64)"))
-        right = tensor.ndim == 1 if name == "ids" else _fits(name, tensor, ids)
+        right = tensor.ndim == 1 if name == "ids" else _fits(name, tensor, ids, limits)
         if not right:
-            found.append(_wrong_shape(name, tensor, ids))
+            found.append(_wrong_shape(name, tensor, ids, limits))
     if ids.ndim == 1 and not 1 <= ids.shape[0] <= limits.tokens:
         found.append(diagnose(TOKEN_COUNT, count=ids.shape[0], tokens=limits.tokens))
     for (name, arena), size in zip(arenas.items(), (limits.weight_bytes, limits.cache_bytes), strict=True):
         found += _arena(name, arena, size, device)
-    _raise(found)
+    raise_all(found)
 
 
-def _fits(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> bool:
+def _fits(name: str, tensor: torch.Tensor, ids: torch.Tensor, limits: Limits) -> bool:
+    if name in ("kv_len", "counts") and limits.sequences > 1:
+        return tuple(tensor.shape) == (limits.sequences,)
     if name == "kv_len":
         return tensor.ndim == 0 or (tensor.ndim == 1 and tensor.shape[0] == 1)
     return tensor.shape == ids.shape
 
 
-def _wrong_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> Diagnostic:
+def _wrong_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor, limits: Limits) -> Diagnostic:
+    if name in ("kv_len", "counts") and limits.sequences > 1:
+        mend = f"one number for each of the {limits.sequences} sequences"
+        return diagnose(WRONG_SHAPE, name=name, got=tuple(tensor.shape), want=f"({limits.sequences},)", mend=mend)
     want, mend = {
         "ids": ("(n,)", "the new ids of one text: a step has no batch dimension"),
         "kv_len": ("() or (1,)", "one number: the rows of the cache that count"),
@@ -139,20 +147,20 @@ def check_memory(arenas: Mapping[str, torch.Tensor]) -> None:
             found.append(diagnose(NO_MEMORY, name=name))
         elif arena.data_ptr() % ALIGN:
             found.append(diagnose(LAYOUT, name=name, align=ALIGN))
-    _raise(found)
+    raise_all(found)
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
     """Raise MK451 for each id that is outside the vocabulary."""
     last = vocab - 1
     wrong = [(index, token) for index, token in enumerate(ids) if not 0 <= token <= last]
-    _raise([diagnose(ID_RANGE, token=token, index=index, last=last, vocab=vocab) for index, token in wrong])
+    raise_all([diagnose(ID_RANGE, token=token, index=index, last=last, vocab=vocab) for index, token in wrong])
 
 
 def check_room(used: int, rows: int, max_kv: int) -> None:
     """Raise MK450 unless ``rows`` more rows fit a cache of which ``used`` are used."""
     if not 0 <= used <= max_kv - rows:
-        _raise([diagnose(KV_FULL, max_kv=max_kv, used=used, more=rows, room=max(0, min(max_kv, max_kv - used)))])
+        raise_all([diagnose(KV_FULL, max_kv=max_kv, used=used, more=rows, room=max(0, min(max_kv, max_kv - used)))])
 
 
 def check_values(
@@ -169,10 +177,11 @@ def check_values(
     for index, mask in enumerate([] if ancestors is None else ancestors.tolist()):
         if not mask >> index & 1 or not 0 <= mask < 1 << count:
             found.append(diagnose(ANCESTORS, mask=mask, index=index, count=count, own=1 << index))
-    _raise(found)
+    raise_all(found)
 
 
-def _raise(found: Sequence[Diagnostic]) -> None:
+def raise_all(found: Sequence[Diagnostic]) -> None:
+    """Raise all of them, if there are any, at the user's call."""
     if found:
         span = users_call()
         raise MegadslError([Diagnostic(d.code, d.message, d.mend, span, d.detail, d.severity) for d in found])

@@ -13,8 +13,10 @@ import torch
 
 from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.runtime.control import ANCESTORS, FLAGS, KV_LEN, MOST_TOKENS, N_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
+from megadsl.runtime.generate import SEQUENCE_COUNT
 from megadsl.runtime.program import Program
 from megadsl.torch.arguments import Limits, check_kinds, check_memory, check_values, users_call
+from megadsl.torch.batch import COUNTS, BatchInputs, check_batch
 
 NO_STEP = declare(
     "MK487",
@@ -39,33 +41,43 @@ class LoadedStep:
     def __init__(self, program: Program, chooses: bool, source: str) -> None:
         manifest, sizes = program.manifest, program.manifest["buffers"]
         self.program, self.chooses = program, chooses
-        self.limits = Limits(manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"])
+        self.limits = Limits(
+            manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"], manifest["sequences"]
+        )
         digest = hashlib.sha256(source.encode() + json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.name = f"{manifest['model']}-{digest}-{next(_numbers)}"
         # a GPU's queue has a lock, which turn() gives to the user: a second one could be taken in another order
         self._alone: AbstractContextManager[object] = threading.RLock() if program.device.type == "cpu" else nullcontext()
         # made once: nothing of this may be copied from the host while a graph is captured
         least, most = self._bounds()
-        self._inputs = [_Inputs(program.control.words, number, least, most[number]) for number in range(MOST_TOKENS + 1)]
+        words, numbers = program.control.words, range(MOST_TOKENS + 1)
+        self._inputs = [_Inputs(words, number, least, most[number]) for number in numbers]
+        self._batch = [BatchInputs(words, number, self.limits) for number in numbers] if self.limits.sequences > 1 else []
         _loaded[self.name] = self
 
     def check(
         self,
         ids: torch.Tensor,
         kv_len: torch.Tensor,
+        counts: torch.Tensor | None,
         positions: torch.Tensor | None,
         ancestors: torch.Tensor | None,
         weights: torch.Tensor,
         cache: torch.Tensor,
     ) -> None:
         """Raise what can be said without reading values."""
-        inputs = {"ids": ids, "kv_len": kv_len, "positions": positions, "ancestors": ancestors}
+        inputs = {"ids": ids, "kv_len": kv_len, "counts": counts, "positions": positions, "ancestors": ancestors}
         check_kinds(self.limits, self.program.device, inputs, {"weights": weights, "cache": cache})
+        if counts is None and self.limits.sequences > 1 and ids.shape[0] != self.limits.sequences:
+            raise error(COUNTS, users_call(), counts=None, number=ids.shape[0])
+        if counts is not None and self.limits.sequences == 1:
+            raise error(SEQUENCE_COUNT, users_call(), model=self.program.manifest["model"], sequences=1, mend="give no counts")
 
     def run(
         self,
         ids: torch.Tensor,
         kv_len: torch.Tensor,
+        counts: torch.Tensor | None,
         positions: torch.Tensor | None,
         ancestors: torch.Tensor | None,
         weights: torch.Tensor,
@@ -74,13 +86,19 @@ class LoadedStep:
         """Enqueue a launch and what brings its inputs, on torch's current stream, without waiting for the host."""
         program, number = self.program, ids.shape[0]
         check_memory({"weights": weights, "cache": cache})
-        if program.device.type == "cpu":
+        batch = self.limits.sequences > 1
+        if program.device.type == "cpu" and batch:
+            check_batch(self.limits, ids, kv_len, counts, positions, ancestors)
+        elif program.device.type == "cpu":
             check_values(self.limits, ids, kv_len, positions, ancestors)
         # the kernel writes the rows of all tokens that it is compiled for
         logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
         inputs = self._inputs[number]
         with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
-            inputs.stage(ids, kv_len, positions, ancestors)
+            if batch:
+                self._batch[number].stage(ids, kv_len, counts, positions, ancestors)
+            else:
+                inputs.stage(ids, kv_len, positions, ancestors)
             program.launch()
             chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)
         return logits[:number], chosen
@@ -128,12 +146,13 @@ class _Inputs:
 @torch.library.custom_op(
     "megadsl::decode_step",
     mutates_args=("cache",),
-    schema="(Tensor ids, Tensor kv_len, Tensor? positions, Tensor? ancestors, Tensor weights, Tensor(a!) cache, str step)"
+    schema="(Tensor ids, Tensor kv_len, Tensor? counts, Tensor? positions, Tensor? ancestors, Tensor weights, Tensor(a!) cache, str step)"
     " -> (Tensor, Tensor)",
 )
 def decode_step(
     ids: torch.Tensor,
     kv_len: torch.Tensor,
+    counts: torch.Tensor | None,
     positions: torch.Tensor | None,
     ancestors: torch.Tensor | None,
     weights: torch.Tensor,
@@ -145,14 +164,15 @@ def decode_step(
     As DecodeStep.forward, which is what to call; the arenas ``weights`` and ``cache`` are uint8. Raises MK450 to MK455, MK482 to MK487.
     """
     loaded = _find(step)
-    loaded.check(ids, kv_len, positions, ancestors, weights, cache)
-    return loaded.run(ids, kv_len, positions, ancestors, weights, cache)
+    loaded.check(ids, kv_len, counts, positions, ancestors, weights, cache)
+    return loaded.run(ids, kv_len, counts, positions, ancestors, weights, cache)
 
 
 @decode_step.register_fake
 def _decode_step_fake(
     ids: torch.Tensor,
     kv_len: torch.Tensor,
+    counts: torch.Tensor | None,
     positions: torch.Tensor | None,
     ancestors: torch.Tensor | None,
     weights: torch.Tensor,
@@ -160,7 +180,7 @@ def _decode_step_fake(
     step: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     loaded = _find(step)
-    loaded.check(ids, kv_len, positions, ancestors, weights, cache)
+    loaded.check(ids, kv_len, counts, positions, ancestors, weights, cache)
     number = ids.shape[0]
     logits = ids.new_empty((number, loaded.limits.vocab), dtype=torch.float32)
     return logits, ids.new_empty((number if loaded.chooses else 0,), dtype=torch.int64)

@@ -11,8 +11,8 @@ import torch
 
 from megadsl.diagnostics import declare, error
 from megadsl.ir.graph import Linear
-from megadsl.runtime.generate import Compiled, check_rope, weight_source
-from megadsl.runtime.kv import KvCache
+from megadsl.runtime.generate import SEQUENCE_COUNT, Compiled, check_rope, weight_source
+from megadsl.runtime.kv import KvCache, sequence_arena
 from megadsl.runtime.pack import cache_key, pack_weights
 from megadsl.runtime.program import Program, resolve_device
 from megadsl.runtime.weights import TensorSource, WeightSource
@@ -50,7 +50,8 @@ class DecodeStep(torch.nn.Module):
 
     ``weights``: a GGUF file, a Hugging Face directory, a torch module, a mapping of names to tensors of any library with DLPack, a
     WeightSource, None (the demo's), or another DecodeStep, with which weights and cache are then shared: one compiled for few and one for
-    many tokens. ``device``: "cuda", "cuda:N", or "cpu" for the emulator; None: the shared step's, else "cuda". ``options`` go to Program.
+    many tokens. Of steps of another number of sequences, weights alone; a step of one has a batch's first sequence as its cache.
+    ``device``: "cuda", "cuda:N", or "cpu" for the emulator; None: the shared step's, else "cuda". ``options`` go to Program.
 
     The buffers ``weights`` (packed, uint8) and ``cache`` (uint8, the default KV cache) stay out of state_dict(). Raises MK400 to MK448,
     MK480, MK481, MK489.
@@ -84,7 +85,10 @@ class DecodeStep(torch.nn.Module):
         self.name = self._loaded.name
         self._device = self.program.device
         if shared is not None and manifest["kv"]:
-            self.program.share_cache(shared.cache)
+            if manifest["sequences"] == shared.loaded.limits.sequences:
+                self.program.share_cache(shared.cache)
+            elif manifest["sequences"] == 1:
+                self.program.share_cache(shared.sequence_cache(0))
         self.register_buffer("weights", arena, persistent=False)
         self.register_buffer("cache", self.program.buffers["kv"], persistent=False)
 
@@ -93,6 +97,7 @@ class DecodeStep(torch.nn.Module):
         ids: SupportsDLPack,
         kv_len: SupportsDLPack,
         *,
+        counts: SupportsDLPack | None = None,
         positions: SupportsDLPack | None = None,
         ancestors: SupportsDLPack | None = None,
         cache: SupportsDLPack | None = None,
@@ -103,12 +108,16 @@ class DecodeStep(torch.nn.Module):
         ``ancestors`` (n,): bit j of entry i is set where new token i sees new token j (itself included); by default a chain. All of
         them int64 or int32, on the step's device. ``cache``: one of :meth:`new_cache`, by default the buffer; it is written.
 
-        Raises MK450 to MK455, MK480 to MK487; values only in the emulator, since a GPU cannot be asked without waiting: there ids,
-        rows and positions are clamped to what exists. A launch that hangs raises in the emulator, on a GPU in :meth:`check`.
+        Of a batch, ``kv_len`` (sequences,) are the rows of each sequence, and ``counts`` (sequences,) says how many of the ids are its own,
+        which stand in the order of the sequences; by default one of each. Masks speak of the step's tokens, each of its own sequence's.
+
+        Raises MK450 to MK455, MK496, MK499, MK480 to MK487; values only in the emulator, since a GPU cannot be asked without waiting:
+        there ids, rows and positions are clamped to what exists. A launch that hangs raises in the emulator, on a GPU in :meth:`check`.
         """
         logits, chosen = decode_step(
             tensor_of("ids", ids, self._device),
             tensor_of("kv_len", kv_len, self._device),
+            None if counts is None else tensor_of("counts", counts, self._device),
             None if positions is None else tensor_of("positions", positions, self._device),
             None if ancestors is None else tensor_of("ancestors", ancestors, self._device),
             self.weights,
@@ -140,8 +149,13 @@ class DecodeStep(torch.nn.Module):
         cache count already; afterwards it holds kv_len + len(prompt) + m - 1. ``prefill``: a step for more tokens that shares this one's
         weights and cache, for the prompt. On a GPU one captured graph replays for every token, unless ``sample`` is given.
 
-        Raises MK450 to MK452, MK480 to MK482, MK487 to MK489, MK490, MegakernelHang.
+        Raises MK450 to MK452, MK496 for a batch, MK480 to MK482, MK487 to MK489, MK490, MegakernelHang.
         """
+        if self.loaded.limits.sequences > 1:
+            mend = "use BatchGenerator, or a step of one sequence on sequence_cache() of this one"
+            raise error(
+                SEQUENCE_COUNT, users_call(), model=self.program.manifest["model"], sequences=self.loaded.limits.sequences, mend=mend
+            )
         first = self if prefill is None else prefill
         self._require_same_weights(first)
         choose = Sampling(temperature, top_k, top_p) if sample is None else sample
@@ -157,12 +171,17 @@ class DecodeStep(torch.nn.Module):
         return torch.tensor(new, dtype=torch.int64, device=self._device)
 
     def new_cache(self) -> torch.Tensor:
-        """Another KV cache, empty: for one more sequence with the same weights."""
+        """Another KV cache, empty: for one more sequence (or batch of them) with the same weights."""
         return torch.zeros(self.loaded.limits.cache_bytes, dtype=torch.uint8, device=self._device)
 
-    def rows(self, cache: torch.Tensor | None = None) -> KvCache:
-        """Reads and writes K and V rows of ``cache`` (default: the buffer), as (kv_heads, rows, head_dim) bf16."""
-        return KvCache(self.program.manifest, self.cache if cache is None else cache)
+    def rows(self, cache: torch.Tensor | None = None, sequence: int = 0) -> KvCache:
+        """Reads and writes K and V rows of ``cache`` (default: the buffer), as (kv_heads, rows, head_dim) bf16; of a batch those of one
+        sequence."""
+        return KvCache(self.program.manifest, self.cache if cache is None else cache, sequence)
+
+    def sequence_cache(self, sequence: int, cache: torch.Tensor | None = None) -> torch.Tensor:
+        """The part of ``cache`` (default: the buffer) that one sequence of a batch has: what a step of one sequence takes as its cache."""
+        return sequence_arena(self.program.manifest, self.cache if cache is None else cache, sequence)
 
     def turn(self) -> AbstractContextManager[None]:
         """For a ``with`` around the replay of a graph that you captured: it then runs behind all calls before, on whichever streams, and

@@ -143,7 +143,8 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
   for (u32 r = 0; r < 3; ++r) wanted.owners[r] = owners_of(block.cx, e, wanted.ranges[r]);
   const auto place = [&](u32 range, u32 group, u32 token) {  // where a unit of queries or keys lies
     const u32 at = group * kGroupRows;
-    return range == 0 ? queries.template at<char>(query_offset<T>(at / T::kHeadDim * kTokens + token, at % T::kHeadDim))
+    const auto row = [&] { return T::kByToken ? token * head_rows + at / T::kHeadDim : at / T::kHeadDim * kTokens + token; };
+    return range == 0 ? queries.template at<char>(query_offset<T>(row(), at % T::kHeadDim))
                       : fresh.template at<char>(key_offset<T::kHeadDim>(token, at));
   };
   const auto value = [&](u32 group, u32 token, u32 i) { return fresh.template at<u16>(T::kKeyBytes + value_offset(token, group * kGroupRows + i)); };
@@ -226,17 +227,17 @@ struct AddedParts {
   }
 };
 
-// Adds the parts that the warps of one query tile left and publishes the unit's partial rows; to the blocks of its cluster (Async), or to all.
-template <class Wire, class T, class B, class E>
-MK_DEV void publish_unit(const B& block, const AttentionShape& s, const E& e, u32 sequence, u32 unit, u32 first_tile, u32 tiles, u32 classes,
-                         u32 part_rows) {
+// Adds the parts that the warps of each query tile left and publishes the unit's partial rows [first_row, first_row + count); to the blocks of
+// its cluster (Async), or to all.
+template <class Wire, class T, u32 kTileRows = 16, class B, class E>
+MK_DEV void publish_unit(const B& block, const AttentionShape& s, const E& e, u32 sequence, u32 unit, u32 first_row, u32 count, u32 tiles,
+                         u32 classes, u32 part_rows) {
   constexpr u32 kVectors = Wire::kAsync ? T::kVectors - 1 : T::kVectors;  // a cluster's scales travel beside values
-  const u32 rows = u32(s.rows), first_row = first_tile * 16, count = min_u32(tiles * 16, rows - first_row);
   const bool sends = !Wire::kAsync || !given_up(block.cx);  // else what nobody awaits would pile up in the barriers' counts
 #pragma unroll 1
   for (u32 i = block.thread; i < count * kVectors; i += B::kThreads) {
     const u32 row = i / kVectors, vector = i % kVectors;
-    const smem_ptr<float> parts = block.template at<float>(s.scratch) + (row / 16 * part_rows + row % 16) * T::kPartFloats;
+    const smem_ptr<float> parts = block.template at<float>(s.scratch) + (row / kTileRows * part_rows + row % kTileRows) * T::kPartFloats;
     const auto part = [&](u32 c) { return parts + min_u32(c, classes - 1) * (tiles * part_rows * T::kPartFloats); };  // no branch at the end
     AddedParts x;
     if constexpr (Wire::kAsync) {
@@ -272,7 +273,8 @@ MK_DEV void publish_all(const B& block, u32 site, const AttentionShape& s, const
   trace(block.cx, Event::kTaken, site, taken);
   block.sync();
   trace(block.cx, Event::kParts, site, unit);
-  publish_unit<Wire, T>(block, s, e, sequence, unit, first_tile, tiles, classes, part_rows);
+  const u32 first_row = first_tile * 16;
+  publish_unit<Wire, T>(block, s, e, sequence, unit, first_row, min_u32(tiles * 16, u32(s.rows) - first_row), tiles, classes, part_rows);
 }
 
 // All parts of a unit are stored: with flags, says so.

@@ -51,6 +51,7 @@ constexpr u32 kWarpSize = 32;
 constexpr u32 kMaxTokens = 16;
 constexpr u32 kMaxSteps = 32;     // of one launch
 constexpr u32 kMaxStopIds = 8;
+constexpr u32 kMaxSequences = 8;  // of a batch
 
 // What a wait is waiting for; written to the error record when the wait gives up.
 struct WaitInfo {
@@ -86,6 +87,17 @@ struct alignas(16) Control {
   u32 reserved[5];
 };
 static_assert(sizeof(Control) == 512, "Control is 128 words");
+
+// What follows Control in kernels of a batch: per sequence the rows in its cache and how many of the new tokens are its own. Tokens are
+// ordered by sequence; control.kv_len and chosen are not used. `chosen`: what each step has chosen behind each sequence's last new token.
+struct BatchControl {
+  u32 kv_len[kMaxSequences];
+  u32 tokens[kMaxSequences];
+  u32 chosen[kMaxSteps * kMaxSequences];
+};
+static_assert(sizeof(BatchControl) == 272 * 4, "BatchControl is 272 words");
+MK_DEV const BatchControl* batch_of(const Control* control) { return reinterpret_cast<const BatchControl*>(control + 1); }
+MK_DEV BatchControl* batch_of(Control* control) { return reinterpret_cast<BatchControl*>(control + 1); }
 
 // Kernel argument: base addresses in device memory (host memory when emulated).
 struct Buffers {

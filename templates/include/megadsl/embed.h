@@ -29,7 +29,7 @@ MK_DEV void run_embed(const B& block, const EmbedShape& s, const Step& step, con
     const u32 token = i / (end - begin), local = i % (end - begin), feature = begin + local;
     u16 bits = 0;
     if (token < step.tokens && feature < u32(s.features)) {
-      const u32 id = fed ? steps.token() : ptx::ld_global<u32>(block.cx.control->token_ids + token);
+      const u32 id = fed ? steps.token(token) : ptx::ld_global<u32>(block.cx.control->token_ids + token);
       bits = map(ptx::ld_global_nc<u16>(table + size_t(id) * u32(s.features) + feature));
     }
     out.put_element(local / 8 * B::kTokens + token, local % 8, bits);

@@ -25,9 +25,9 @@ struct FewRows {
     for (u32 p = 0; p < T::kPanels; ++p) queries[p] = T::load_panel(tile.template at<char>((p * 16 + lane / 4) * 64 + lane % 4 * 16), p, lane);
   }
 
-  // Takes one chunk whose first `rows` rows exist. Bit i of seen[r]: query row(lane, r) attends to row i of the chunk.
-  template <class Chunk>
-  MK_DEV void take(const Chunk& chunk, u32 lane, float scale_log2, const u32 (&seen)[2], u32 rows) {
+  // Takes one chunk whose first `rows` rows exist, or those of a range. Bit i of seen[r]: query row(lane, r) attends to row i of the chunk.
+  template <class Chunk, class Rows>
+  MK_DEV void take(const Chunk& chunk, u32 lane, float scale_log2, const u32 (&seen)[2], const Rows& rows) {
     const u32 g = lane / 4, q = lane % 4;
     float score[2][4] = {};  // two chains of products, added up: [row g or g + 8][query]
 #pragma unroll

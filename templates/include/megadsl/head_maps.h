@@ -55,10 +55,10 @@ MK_DEV float head_total(F term) {
   return part[0];
 }
 
-// Maps rows [0, rows), rotates them (kTurns) by their tokens' angles and rounds them once. `place(row, dim)` is where a unit lies,
+// Maps rows [0, rows), rotates them (kTurns) by the angles of `token(row)` and rounds them once. `place(row, dim)` is where a unit lies,
 // `map(v)` makes of a lane's eight features what it is to be. `warp` is the warp's number in the order of the rows.
-template <u32 kHeadDim, bool kTurns, class B, class Place, class Map>
-MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles, Place place, Map map) {
+template <u32 kHeadDim, bool kTurns, class B, class Token, class Place, class Map>
+MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles, Token token, Place place, Map map) {
   static_assert((kHeadDim & (kHeadDim - 1)) == 0 && kHeadDim / kGroupRows <= kWarpSize, "a head's lanes reduce among themselves");
   constexpr u32 kLanes = kHeadDim / kGroupRows, kAtOnce = kWarpSize / kLanes;
   const u32 unit = block.lane() % kLanes;
@@ -72,7 +72,7 @@ MK_DEV void map_heads(const B& block, u32 rows, u32 warp, smem_ptr<u32x2> angles
     unpack8(x, v);
     map(v);
 #pragma unroll
-    for (u32 j = 0; j < 8 && kTurns; j += 2) rotate<kHeadDim>(angles, unit * kGroupRows + j, row % B::kTokens, v[j], v[j + 1]);
+    for (u32 j = 0; j < 8 && kTurns; j += 2) rotate<kHeadDim>(angles, unit * kGroupRows + j, token(row), v[j], v[j + 1]);
     x = {ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]), ptx::pack_bf16(v[4], v[5]), ptx::pack_bf16(v[6], v[7])};
     if (row < rows) ptx::st_shared<u32x4>(at, x);
   }
@@ -91,11 +91,12 @@ struct HeadMaps {
   template <class B>
   MK_DEV void apply(const B& block, const AttentionShape& s, bool fresh) const {
     const smem_ptr<char> queries = block.template at<char>(s.queries), keys = block.template at<char>(s.fresh);
+    const u32 heads = u32(s.rows) / B::kTokens;
     map_heads<T::kHeadDim, kTurns>(
-        block, u32(s.rows), block.warp(), angles, [&](u32 row, u32 dim) { return queries.template at<char>(query_offset<T>(row, dim)); }, query);
+        block, u32(s.rows), block.warp(), angles, [&](u32 row) { return T::kByToken ? row / heads : row % B::kTokens; }, [&](u32 row, u32 dim) { return queries.template at<char>(query_offset<T>(row, dim)); }, query);
     if (fresh)
       map_heads<T::kHeadDim, kTurns>(
-          block, B::kTokens, B::kWarps - 1 - block.warp(), angles,
+          block, B::kTokens, B::kWarps - 1 - block.warp(), angles, [&](u32 row) { return row % B::kTokens; },
           [&](u32 row, u32 dim) { return keys.template at<char>(key_offset<T::kHeadDim>(row, dim)); }, key);
   }
 };

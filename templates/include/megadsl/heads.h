@@ -238,7 +238,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     trace(block.cx, Event::kTaken, ring_site, reader.taken.now());
     block.sync();
     trace(block.cx, Event::kParts, ring_site, u);
-    publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, 1, classes, kRows);
+    publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, min_u32(16, u32(s.rows)), 1, classes, kRows);
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
     if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);

@@ -1,5 +1,6 @@
 // Everything a generated kernel uses, and how a block enters and leaves it.
 #pragma once
+#include "megadsl/batch.h"
 #include "megadsl/bias.h"
 #include "megadsl/custom.h"
 #include "megadsl/direct.h"
@@ -15,6 +16,7 @@
 #include "megadsl/rope.h"
 #include "megadsl/rows.h"
 #include "megadsl/sample.h"
+#include "megadsl/sample_batch.h"
 #include "megadsl/tape.h"
 #include "megadsl/wide.h"
 

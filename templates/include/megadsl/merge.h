@@ -137,7 +137,8 @@ MK_DEV void run_merge(const B& block, u32 site, const MergeShape& s, const Atten
   const auto locate = [&](u32 i) {
     const u32 item = i / kLanes, lane = i % kLanes, token = item % kTokens, group = own.begin + item / kTokens;
     const u32 head = group / kGroupsPerHead, kv_head = heads.divide(head), unit = kv_head * splits + lane;
-    const u32 row = unit * u32(parts.vectors) + ((head - kv_head * heads.value) * kTokens + token) * T::kVectors;
+    const u32 inside = head - kv_head * heads.value, query_row = T::kByToken ? token * heads.value + inside : inside * kTokens + token;
+    const u32 row = unit * u32(parts.vectors) + query_row * T::kVectors;
     return MergeItem{item, lane, unit, ptx::opaque(row + group % kGroupsPerHead * 2), row + T::kVectors - 1};  // opaque: worked out before the wait
   };
   MergeItem at = locate(block.thread);

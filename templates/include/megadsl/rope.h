@@ -15,7 +15,7 @@ MK_DEV void load_angles(const B& block, const Step& step, const S& steps, smem_p
     const u32 of = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     const u32 token = kTables == 1 ? of : of % B::kTokens, first = kTables == 1 ? 0 : of / B::kTokens * table_rows;
     u32 position = 0;
-    if (token < step.tokens) position = index == 0 ? ptx::ld_global<u32>(block.cx.control->positions + token) : steps.position() + index;
+    if (token < step.tokens) position = index == 0 ? ptx::ld_global<u32>(block.cx.control->positions + token) : steps.position(token) + index;
     ptx::st_shared<u32x2>(angles + i, ptx::ld_global_nc<u32x2>(table + size_t(first + min_u32(position, table_rows - 1)) * (kHeadDim / 2) + pair));
   }
 }

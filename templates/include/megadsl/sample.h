@@ -50,46 +50,54 @@ MK_DEV void reduce_best(const B& block, smem_ptr<u32x2> scratch, Best best, smem
 // The id of a winner. All logits NaN: no candidate ever won. Token 0 keeps the next step inside the table.
 MK_DEV u32 winner_id(const Best& winner) { return winner.index == 0x7fffffffu ? 0u : winner.index; }
 
+// Takes all blocks' winners of one token, by one warp, all of whose lanes get the best.
+template <class B>
+MK_DEV Best take_winner(const B& block, u32 site, const Round& round, u32 token) {
+  constexpr u32 kAtOnce = 4;
+  const u32 blocks = block.cx.blocks.value;
+  const u32x4* from = round.vectors + token;
+  Best best;
+#pragma unroll 1
+  for (u32 before = 0; before < blocks; before += kAtOnce * kWarpSize) {
+    const u32 first = before + block.lane();
+    u32 pending = 0;
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i)
+      if (first + i * kWarpSize < blocks) pending |= 1u << i;
+    wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, round.sequence, [&](u32& observed) {
+      u32x4 v[kAtOnce] = {};
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i)
+        if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (first + i * kWarpSize) * B::kTokens);
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (!(pending >> i & 1)) continue;
+        observed = v[i].w;
+        if (v[i].w != round.sequence) continue;
+        best.take(ptx::bits_float(v[i].x), v[i].y);
+        pending &= ~(1u << i);
+      }
+      if (ptx::polls_fewer()) pending &= pending - 1;
+      return pending == 0;
+    });
+  }
+#pragma unroll
+  for (u32 mask = kWarpSize / 2; mask != 0; mask /= 2) {
+    const float v = ptx::shfl_xor(best.value, mask);
+    const u32 i = ptx::shfl_xor(best.index, mask);
+    best.take(v, i);
+  }
+  return best;
+}
+
 // Between two steps of a launch: the block's first warp takes all blocks' winners of the last new token, so that no block waits for
 // another to choose. Whether there is a step to come; `step` is then that one's.
 template <class B>
 MK_DEV bool take_token(const B& block, u32 site, const Round& round, Step& step, const Steps& steps) {
-  constexpr u32 kAtOnce = 4;
   Control* control = block.cx.control;
   if (block.warp() == 0) {
-    const u32 stop = ptx::ld_global<u32>(control->stop_ids + block.lane() % kMaxStopIds), blocks = block.cx.blocks.value;
-    const u32x4* from = round.vectors + (step.tokens - 1);
-    Best best;
-#pragma unroll 1
-    for (u32 before = 0; before < blocks; before += kAtOnce * kWarpSize) {
-      const u32 first = before + block.lane();
-      u32 pending = 0;
-#pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i)
-        if (first + i * kWarpSize < blocks) pending |= 1u << i;
-      wait_warp<ptx::kPollsAtOnce>(block.cx, site, first, round.sequence, [&](u32& observed) {
-        u32x4 v[kAtOnce] = {};
-#pragma unroll
-        for (u32 i = 0; i < kAtOnce; ++i)
-          if (pending >> i & 1) v[i] = ptx::ld_relaxed(from + (first + i * kWarpSize) * B::kTokens);
-#pragma unroll
-        for (u32 i = 0; i < kAtOnce; ++i) {
-          if (!(pending >> i & 1)) continue;
-          observed = v[i].w;
-          if (v[i].w != round.sequence) continue;
-          best.take(ptx::bits_float(v[i].x), v[i].y);
-          pending &= ~(1u << i);
-        }
-        if (ptx::polls_fewer()) pending &= pending - 1;
-        return pending == 0;
-      });
-    }
-#pragma unroll
-    for (u32 mask = kWarpSize / 2; mask != 0; mask /= 2) {
-      const float v = ptx::shfl_xor(best.value, mask);
-      const u32 i = ptx::shfl_xor(best.index, mask);
-      best.take(v, i);
-    }
+    const u32 stop = ptx::ld_global<u32>(control->stop_ids + block.lane() % kMaxStopIds);
+    const Best best = take_winner(block, site, round, step.tokens - 1);
     const u32 id = winner_id(best);
     const bool go_on = !ptx::any(stop == id || given_up(block.cx));
     if (block.lane() == 0) {
@@ -133,7 +141,7 @@ MK_DEV bool choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
   trace(block.cx, Event::kWait, site);
   if constexpr (S::kSeveral) {
     if (!steps.last(step)) {
-      beside(step_after(step));
+      beside(steps.after(step));
       return take_token(block, site, round, step, steps);
     }
   }
@@ -162,7 +170,8 @@ MK_DEV bool choose_tokens(const B& block, u32 site, const ExchangeShape& e, u32 
     }
     const u32 id = winner_id(winner);
     ptx::st_global<u32>(block.cx.control->next_ids + block.thread, id);
-    if (block.thread + 1 == step.tokens) ptx::st_global<u32>(block.cx.control->chosen + steps.index(step), id);
+    if constexpr (S::kBatch) steps.note(block.cx.control, step, block.thread, id);
+    else if (block.thread + 1 == step.tokens) ptx::st_global<u32>(block.cx.control->chosen + steps.index(step), id);
   }
   static_assert(kTokens <= kWarpSize, "one warp has all tokens, for finish_step to hand on");
   if (kTokens > 1 && block.warp() == 0) ptx::syncwarp();
@@ -181,11 +190,15 @@ MK_DEV void finish_step(const B& block, const Step& step, const S& steps, bool h
   const u32 made = steps.index(step) + 1, flags = ptx::ld_global<u32>(&c->flags);
   if (ptx::ld_relaxed(&c->abort) != 0) return;
   if (has_argmax && (flags & kFlagAdvance)) {
-    ptx::st_global<u32>(&c->kv_len, step.kv_len + step.tokens);
-    ptx::st_global<u32>(c->token_ids, ptx::ld_global<u32>(c->next_ids + (step.tokens - 1)));
-    ptx::st_global<u32>(c->positions, ptx::ld_global<u32>(c->positions + (steps.first_tokens(step) - 1)) + made);
-    ptx::st_global<u32>(c->ancestors, 1u);
-    ptx::st_global<u32>(&c->n_tokens, 1u);
+    if constexpr (S::kBatch) {
+      steps.advance(c, step);
+    } else {
+      ptx::st_global<u32>(&c->kv_len, step.kv_len + step.tokens);
+      ptx::st_global<u32>(c->token_ids, ptx::ld_global<u32>(c->next_ids + (step.tokens - 1)));
+      ptx::st_global<u32>(c->positions, ptx::ld_global<u32>(c->positions + (steps.first_tokens(step) - 1)) + made);
+      ptx::st_global<u32>(c->ancestors, 1u);
+      ptx::st_global<u32>(&c->n_tokens, 1u);
+    }
   }
   ptx::st_global<u32>(&c->steps_made, made);
   ptx::st_global<u32>(&c->epoch, step.epoch + 1);

@@ -13,24 +13,28 @@
 
 namespace mk {
 
+MK_DEV Step step_after(const Step& step) { return {step.epoch + 1, step.kv_len + step.tokens, 1}; }
+
 // A launch's steps, in shared memory (StepShape::progress). The first three words and the last stay as they are.
 struct Steps {
   static constexpr bool kSeveral = true;
+  static constexpr bool kBatch = false;  // tokens are those of several sequences
   smem_ptr<u32> words;
 
   MK_DEV u32 first_epoch() const { return ptx::ld_shared<u32>(words); }
   MK_DEV u32 count() const { return ptx::ld_shared<u32>(words + 1); }
   // New tokens of the first step: the others have one.
   MK_DEV u32 first_tokens(const Step&) const { return ptx::ld_shared<u32>(words + 2); }
-  MK_DEV u32 token() const { return ptx::ld_shared<u32>(words + 3); }
+  MK_DEV u32 token(u32) const { return ptx::ld_shared<u32>(words + 3); }
   MK_DEV bool more() const { return ptx::ld_shared<u32>(words + 4) != 0; }
   // The epoch whose cached rows loaders may copy.
   MK_DEV smem_ptr<u32> readable() const { return words + 5; }
   // Position of the first step's last new token. Not asked for anew between steps: block 0 may be writing the next launch's by then.
-  MK_DEV u32 position() const { return ptx::ld_shared<u32>(words + 6); }
+  MK_DEV u32 position(u32) const { return ptx::ld_shared<u32>(words + 6); }
 
   MK_DEV u32 index(const Step& step) const { return step.epoch - first_epoch(); }
   MK_DEV bool last(const Step& step) const { return index(step) + 1 == count(); }
+  MK_DEV Step after(const Step& step) const { return step_after(step); }
 
   // By one thread, before the whole block meets.
   MK_DEV void init(const Step& step, u32 asked, u32 position) const {
@@ -49,11 +53,13 @@ struct Steps {
 // Kernels that make one step a launch.
 struct OneStep {
   static constexpr bool kSeveral = false;
+  static constexpr bool kBatch = false;
   MK_DEV u32 first_tokens(const Step& step) const { return step.tokens; }
-  MK_DEV u32 token() const { return 0; }
-  MK_DEV u32 position() const { return 0; }
+  MK_DEV u32 token(u32) const { return 0; }
+  MK_DEV u32 position(u32) const { return 0; }
   MK_DEV u32 index(const Step&) const { return 0; }
   MK_DEV bool last(const Step&) const { return true; }
+  MK_DEV Step after(const Step& step) const { return step; }
 };
 
 MK_DEV u32 steps_asked(const Control* control) { return min_u32(max_u32(ptx::ld_global<u32>(&control->num_steps), 1), kMaxSteps); }
@@ -61,8 +67,6 @@ MK_DEV u32 steps_asked(const Control* control) { return min_u32(max_u32(ptx::ld_
 // Gates count through all steps: an op of layer l has its own at gates_before() + l + 1 when its turn comes. `rounds`: more than there
 // are layers, or 0 where a launch is an op.
 MK_DEV u32 gates_before(const Step& step, u32 rounds) { return step.epoch * rounds; }
-
-MK_DEV Step step_after(const Step& step) { return {step.epoch + 1, step.kv_len + step.tokens, 1}; }
 
 // Behind a barrier of the block that comes after its last row is appended; by the thread that will publish the winner.
 template <class Copies, class B>

@@ -5,6 +5,7 @@
 #pragma once
 #include "megadsl/units.h"
 #include "megadsl/linear.h"
+#include "megadsl/sequences.h"
 #include "megadsl/steps.h"
 
 namespace mk {
@@ -82,9 +83,14 @@ struct Walk {
   }
 };
 
+// Kernels of one sequence; those of a batch have Sequences in its place.
+struct OneSequence {
+  static constexpr bool kSeveral = false;
+};
+
 // kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are. W:
-// OneWindow, or LayerWindows.
-template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow>
+// OneWindow, or LayerWindows. All: whose rows.
+template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow, class All = OneSequence>
 struct Tape {
   using Copies = typename R::Copies;
 
@@ -98,9 +104,12 @@ struct Tape {
   u32 gates;  // rounds of a step, see gates_before
   u32 layers = 0;  // kAhead: beyond the last there is nothing to prefetch
   W windows;
+  All all;
+  u32 first_epoch;  // of the launch
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {})
-      : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w) {}
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {}, All sequences = {})
+      : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w), all(sequences),
+        first_epoch(first.epoch) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
@@ -137,11 +146,13 @@ struct Tape {
     });
   }
 
-  template <class T, u32 kWarps>
+  template <class T, u32 kWarps, u32 kTokens = 1>
   MK_DEV void cache(u32 site, const AttentionShape& s, u64 policy) {
     constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
     static_assert(kPerStage > 0, "a KV chunk must fit a ring stage");
-    add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, T::kWindow, attention_passes(s, kWarps), policy,
+    // of a batch, what the passes follow from when it is known how many tokens a sequence has: query rows of one, and of a pass
+    const u32 repeats = All::kSeveral ? u32(s.rows) / kTokens | kWarps * kFewRows << 16 : attention_passes(s, kWarps);
+    add({Play::kCache, site, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, kPerStage * T::kChunkBytes, T::kWindow, repeats, policy,
          u32(s.head_stride), u32(s.kv_heads) * u32(s.splits), u32(s.splits), u32(s.splits_inverse)});
   }
 
@@ -185,6 +196,12 @@ struct Tape {
         }
       }
       const bool cached = e.kind == Play::kCache;
+      if constexpr (All::kSeveral) {
+        if (cached) {
+          play_sequences(e);
+          continue;
+        }
+      }
       const u32 units = cached ? e.units : cx.block + 1, repeats = e.repeats;
 #pragma unroll 1
       for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
@@ -211,6 +228,22 @@ struct Tape {
     const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? windows.of(e.tile, layer) : 0);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
+  }
+  // The cached rows of a batch: each unit's stretch of each sequence, once for each pass over its query rows.
+  MK_DEV void play_sequences(const TapeEntry& e) {
+    const Divisor splits = {e.splits, e.splits_inverse};
+    const u32 token_rows = e.repeats & 0xffffu, pass_rows = e.repeats >> 16;
+#pragma unroll 1
+    for (u32 unit = cx.block; unit < e.units; unit += cx.blocks.value) {
+      const u32 head = splits.divide_any(unit), split = unit - head * splits.value;
+      const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * head;
+      all.for_each_segment(splits, split, step.epoch - first_epoch, kWindows ? e.tile : 0, [&](const Segment& segment) {
+        const Run run = {all.arena(buffers.kv, segment.sequence) + at * 16 + size_t(segment.begin) * e.bytes, (segment.end - segment.begin) * e.bytes};
+        const u32 passes = ceil_div(segment.tokens * token_rows, pass_rows);
+#pragma unroll 1
+        for (u32 pass = 0; pass < passes; ++pass) stream(e, run, 0);
+      });
+    }
   }
   MK_DEV void stream(const TapeEntry& e, Run run, u32 tiles_before) {
     u32 tile = (kWindows && e.kind == Play::kCache ? 0 : e.tile) + tiles_before;

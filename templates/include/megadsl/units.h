@@ -26,9 +26,11 @@ struct AttentionShape {
 };
 
 // kWindow: how many rows a token sees, its own included; 0 for all; with kOfLayer, where each layer's number stands.
-template <u32 kHeadDim_, class B, u32 kWindow_ = 0, class Score_ = PlainScore>
+// kByToken: query rows are ordered by token, then by head, so that those of one sequence of a batch follow each other; else by head.
+template <u32 kHeadDim_, class B, u32 kWindow_ = 0, class Score_ = PlainScore, bool kByToken_ = false>
 struct AttentionTiling {
   using Score = Score_;
+  static constexpr bool kByToken = kByToken_;
   static constexpr u32 kWindow = kWindow_;
   static constexpr u32 kHeadDim = kHeadDim_;
   static_assert(kHeadDim % 16 == 0, "a step of the second product takes 16 features");
@@ -46,6 +48,7 @@ struct AttentionTiling {
   }
 };
 
+constexpr u32 kFewRows = 8;           // query rows of a tile where an mma has them as its N, see few_rows.h
 constexpr float kNoMaximum = -1.0e30f;  // finite, so that tag bits cannot turn it into a NaN
 
 struct Unit {
@@ -78,6 +81,12 @@ MK_DEV u32 row_mask(u32 half, u32 q, u32 rows) {
   const u32 row = half * 8 + 2 * q;
   return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u);
 }
+
+// Rows [begin, end) of a chunk of this step's own: those of one sequence.
+struct RowRange {
+  u32 begin, end;
+};
+MK_DEV u32 row_mask(u32 half, u32 q, const RowRange& rows) { return row_mask(half, q, rows.end) & ~row_mask(half, q, rows.begin); }
 
 // A chunk as a lane's operands of the products: where it lies in shared memory, or taken into registers.
 template <class T>
