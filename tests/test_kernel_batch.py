@@ -317,7 +317,7 @@ def test_what_is_no_batch(code: str, words: str, options: dict[str, Any]) -> Non
     with pytest.raises(MegadslError) as caught:
         compile_model(model, **options)
     assert caught.value.code == code and words in str(caught.value)
-    assert "test_kernel_batch.py" in str(caught.value) or model == "llama-tiny"
+    assert "test_kernel_batch.py" in str(caught.value) or model == "llama-tiny" or windows
 
 
 REFUSED: dict[str, Configure] = {

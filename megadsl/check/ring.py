@@ -44,6 +44,11 @@ STUCK = declare(
     "{what} cannot go on: the roles of a block wait for each other",
     "give the ring more stages, or open the gate before the first wait that needs what lies behind it",
 )
+LEFT = declare(
+    "MK524",
+    "ring {ring!r} still holds {left} stages when its consumers have ended",
+    "take every stage that is loaded, also in blocks without rows and with an empty cache",
+)
 ROWS = "cached rows"  # the gate that all loads of them share
 LAYERS = 3
 TURNS = 2  # steps of a launch

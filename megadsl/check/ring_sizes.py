@@ -18,11 +18,6 @@ ARRIVALS = declare(
     "let every consumer warp take part: the barrier's count and the role's warps are one number",
 )
 SMALL = declare("MK523", "{what} needs {need} bytes, it has {have}", "use larger stages, or fewer vectors and chunks")
-LEFT = declare(
-    "MK524",
-    "ring {ring!r} still holds {left} stages when its consumers have ended",
-    "take every stage that is loaded, also in blocks without rows and with an empty cache",
-)
 
 
 def check_sizes(device: Device, findings: Findings) -> None:

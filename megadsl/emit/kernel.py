@@ -113,6 +113,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         **_attentions(plan),
         **_customs(plan),
         **_row_maps(plan),
+        **_expressions(),
         "has_argmax": any(op.sink == "argmax" for op in linears),
         "two_operands": any(len(prologue_values(op)) > 1 for op in linears),
         "ident": ident,
@@ -134,6 +135,15 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "op_index": [op.name for op in plan.graph.ops].index,
         "kept_values": kept_values,
         "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),
+        "rotates": lambda phase: any(_turns(plan, i) for i in phase.body),
+        "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
+        "unknown_instruction": _unknown,
+    }
+
+
+def _expressions() -> dict[str, Any]:
+    """How expressions are printed, and what they read."""
+    return {
         "operands": _operands,
         "operand": lambda op, arg: _operand(op, arg).buffer,
         "expr_text": to_text,
@@ -149,9 +159,6 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "terms_cuda": lambda op, expr: to_cuda(expr, {name: f"{ident(name)}_" for name, _ in prologue_values(op)}, {}),
         "scale_cuda": _scale_cuda,
         "operand_cuda": _operand_cuda,
-        "rotates": lambda phase: any(_turns(plan, i) for i in phase.body),
-        "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
-        "unknown_instruction": _unknown,
     }
 
 
