@@ -16,6 +16,7 @@ from megadsl.check.batch import Batch, after, batches, segments
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate import Policy
 from megadsl.runtime.control import (
     ADVANCE,
@@ -42,6 +43,11 @@ from tests.wires import SYNCS
 
 WINDOW = 24
 
+
+def in_sixteen_splits(s: ScheduleBlock) -> None:
+    s["attention"].split(kv=16)
+
+
 # name: model, tokens, sequences, blocks, schedule, fields
 KERNELS: dict[str, tuple[str, int, int, int, Configure | None, dict[str, object]]] = {
     "three": ("llama-tiny", 4, 3, 3, None, {}),
@@ -53,6 +59,7 @@ KERNELS: dict[str, tuple[str, int, int, int, Configure | None, dict[str, object]
     "wide": ("llama-tiny-wide", 2, 2, 7, None, {}),
     "window": ("llama-tiny", 8, 3, 3, None, {"sliding_window": WINDOW}),
     "loader": ("llama-tiny", 4, 2, 5, kv_loader, {}),
+    "more-splits-than-chunks": ("llama-tiny-wide", 16, 5, 66, in_sixteen_splits, {}),
 }
 
 
@@ -87,6 +94,11 @@ def sizes(name: str) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_batches(name: str) -> None:
     check_batches(kernels()[name], sizes(name), seeds=(3,))
+
+
+def test_a_split_may_have_nothing_of_a_sequence() -> None:
+    """Also where what it lies within is a sequence: there are fewer chunks than splits."""
+    check_batches(kernels()["more-splits-than-chunks"], [([15, 16, 33, 90, 90], [15, 0, 1, 0, 0]), ([16, 16, 32, 0, 0], [1, 0, 1, 0, 0])])
 
 
 def test_about_a_window() -> None:
@@ -256,6 +268,7 @@ def test_every_chunk_of_every_sequence_once() -> None:
             assert sum(s.end - s.begin for s in own) == (ceil_div(kv_len, 16) if n else 0)
             assert [s.fresh for s in own] == ([False] * (len(own) - 1) + [True] if n else [])
             assert all(a.end == b.begin for a, b in pairwise(own))
+            assert all(s.begin < s.end or s.fresh for s in own)  # or a unit would publish what nobody has left
         items = [sum(max(s.end - s.begin, s.fresh) for s in unit) for unit in units]
         assert max(items) - min(items) <= 1
 

@@ -42,7 +42,7 @@ def segments(splits: int, split: int, batch: Batch, window: int = 0) -> Iterator
     begin, end = (sum(items) * at // splits for at in (split, split + 1))
     before = first = 0
     for index, ((kv_len, tokens), own) in enumerate(zip(batch, items, strict=True)):
-        if own and before < end and before + own > begin:
+        if own and begin < end and before < end and before + own > begin:
             skipped, fresh = skipped_chunks(kv_len, window), before + own <= end
             last = ceil_div(kv_len, CHUNK_ROWS) if fresh else skipped + end - before
             yield Segment(index, first, tokens, skipped + max(begin, before) - before, last, fresh)

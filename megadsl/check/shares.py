@@ -266,7 +266,8 @@ def _batch_cover(device: Device, op: Attention, batch: Batch, findings: Findings
         first, last = skipped_chunks(kv_len, heads.window(0)), ceil_div(kv_len, CHUNK_ROWS)
         ends = [first, *(s.end for _, s in own)]
         what = f"cached rows of sequence {index} of {batch}"
-        if (tokens and ([s.begin for _, s in own] != ends[:-1] or ends[-1] != last)) or (not tokens and own):
+        empty = [(s.begin, s.end) for _, s in own if s.begin == s.end and not s.fresh]
+        if empty or (tokens and ([s.begin for _, s in own] != ends[:-1] or ends[-1] != last)) or (not tokens and own):
             wrong = f"chunks {first} to {last} are split into {[(s.begin, s.end) for _, s in own]}"
             findings.add(COVER, op.span, [("units", [f"split {split}: {s}" for split, s in own])], op=op.name, what=what, wrong=wrong)
         appending = [split for split, s in own if s.fresh]

@@ -99,6 +99,7 @@ struct Sequences {
   template <class F>
   MK_DEV void for_each_segment(const Divisor& splits, u32 split, u32 later, u32 window, F use) const {
     const u32 all = items(later, window), begin = splits.divide_any(all * split), end = splits.divide_any(all * (split + 1));
+    if (begin == end) return;  // fewer chunks than splits: such a one may lie within a sequence, and has no part of it
     u32 before = 0, first = 0;
 #pragma unroll 1
     for (u32 i = 0; i < count && before < end; ++i) {
