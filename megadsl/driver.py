@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
 from megadsl.dsl.kernel import Kernel, require_kernel
-from megadsl.dsl.overrides import Overrides, SetScope
+from megadsl.dsl.overrides import Overrides, in_scope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
@@ -71,9 +71,9 @@ def compile_model(
     with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op". schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this
-    registered model, arch and tokens if there is one and neither config nor blocks nor on is given, else the spec's own; "model",
-    the spec's own; "none". Raises MegadslError.
+    says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
+    Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
+    blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
@@ -84,7 +84,7 @@ def compile_model(
     chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:
-        overrides = replace(overrides, records=(*overrides.records, SetScope(scope, kernel.span)))
+        overrides = in_scope(overrides, scope, kernel.span)
     state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, overrides=overrides, between=between)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:

@@ -383,7 +383,7 @@ def test_a_spec_that_rotates_otherwise(tmp_path: Path) -> None:
     folder_of(tmp_path, rope_scaling=LLAMA3)
     write_weights(tmp_path)
     rope = {"head_dim": 64, "theta": 1e4, "style": "half", "scaling": None, "rotary_dim": 64}
-    probe = SimpleNamespace(manifest={"model": "x", "rope": rope})
+    probe = SimpleNamespace(manifest={"model": "x", "rope": rope, "sequences": 1})
     with pytest.raises(MegadslError) as raised:
         Generator(probe, tmp_path, "cpu")
     (found,) = raised.value.diagnostics

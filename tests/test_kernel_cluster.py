@@ -17,6 +17,7 @@ from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.abi import Point
 from megadsl.emulate.equivalent import Facts, argument_for
+from megadsl.emulate.frames import Frame
 from megadsl.emulate.mutants import mutants
 from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
@@ -139,7 +140,10 @@ def test_mistakes_in_the_cluster_are_noticed() -> None:
     for mutant in found:
         verdict = subject.judge(mutant)
         assert not verdict.possible or not verdict.survived or argument_for(mutant, facts), verdict
-    assert [m.place.frames[0].function for m in found if argument_for(m, facts)]  # leaving: only a launch that is given up needs it
+    argued = [m for m in found if argument_for(m, facts)]  # leaving: only a launch that is given up needs it
+    assert argued and all(m.place.within("leave_cluster") for m in argued)
+    gave_up = replace(places[0], frames=(Frame("mk::detail::tell_all", "wait.h", 1),))
+    assert not any(argument_for(m, replace(facts, places=(*places, gave_up))) for m in argued)
 
 
 def _with(**other: int | str) -> Configure:

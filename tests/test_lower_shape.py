@@ -13,8 +13,9 @@ from functools import cache
 import pytest
 from lower_tools import GPU, lowered, model, with_op
 
+from megadsl.driver import compile_model
 from megadsl.ir.graph import Attention, Embed, Linear
-from megadsl.ir.plan import Record
+from megadsl.ir.plan import Plan, Record
 from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import kept_locally, merge_lanes
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
@@ -55,12 +56,35 @@ def fields(type_: str, name: str, lowering: Lowering | None = None) -> dict[str,
     return dict(zip(structs()[type_], record.words, strict=True))
 
 
+@cache
+def clustered_plan() -> Plan:
+    return compile_model("smollm2-135m", check=False).plan  # by its stored schedule
+
+
+def test_what_a_block_of_a_cluster_adds() -> None:
+    made = clustered_plan()
+    (record,) = (r for r in made.shape if r.type == "mk::ClusterShape")
+    words = dict(zip(structs()[record.type], record.words, strict=True))
+    areas = {a.name: a.offset for a in made.areas}
+    assert words == {
+        "received": areas["attention.received"],
+        "landed": areas["attention.landed"],
+        "groups": 9 * 64 // 8 // (3 * 8),  # of all heads, by KV heads and splits
+        "groups_inverse": divisor_inverse(3),
+    }
+
+
 @pytest.mark.parametrize("name", ["llama-tiny-odd", "llama-tiny-wide", "llama-3.2-1b"])
 def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> None:
     shape = state(name).shape
     assert {r.type: len(r.words) for r in shape} == {r.type: 1 if r.type == "mk::i32" else len(structs()[r.type]) for r in shape}
-    filled = {r.type for r in (*shape, *state("gemma2-tiny").shape) if not r.type.startswith("mk::LayerTable")}
-    assert filled - {"mk::i32"} == structs().keys() - CUSTOM - {"mk::ClusterShape"}, "a struct nobody fills, or a header that is not read"
+    others = (
+        *state("gemma2-tiny").shape,
+        *clustered_plan().shape,
+        *compile_model("llama-tiny", tokens=2, sequences=2, blocks=3).plan.shape,
+    )
+    filled = {r.type for r in (*shape, *others) if not r.type.startswith("mk::LayerTable")}
+    assert filled - {"mk::i32"} == structs().keys() - CUSTOM, "a struct nobody fills, or a header that is not read"
     assert len({r.name for r in shape}) == len(shape)
     assert all(-(2**31) <= word < 2**31 for r in shape for word in r.words)
 

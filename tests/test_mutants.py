@@ -92,8 +92,9 @@ def facts(compiled: Compiled, found: tuple[Place, ...]) -> Facts:
 
 
 def test_points_are_those_of_the_kernel(found: tuple[Place, ...]) -> None:
-    """Everything but what sentinels have, what blocks without work do (here each has some), and words of launches that are given up."""
-    absent = {Point.SHARED, Point.EMPTY, Point.ZERO_TRIP}
+    """Everything but what sentinels have, what blocks without work do (here each has some), words of launches that are given up, and
+    clusters."""
+    absent = {Point.SHARED, Point.EMPTY, Point.ZERO_TRIP, Point.SEND, Point.CLUSTER}
     assert {place.kind for place in found} == set(Point) - absent
     for place in found:
         assert place.frames and place.keys and place.text
@@ -158,7 +159,7 @@ def test_what_orders_rows_between_steps_is_worked_out_from_the_plan() -> None:
 
 
 # Places that the kernel of these tests does not have; its hand-offs have no flags.
-ELSEWHERE = {"multiply_direct", "run_heads", "gather_kept", "publish_halves"}
+ELSEWHERE = {"multiply_direct", "run_heads", "gather_kept", "publish_halves", "leave_cluster"}
 OF_OTHERS = {OWN_ROWS, BEHIND_FLAGS, ROWS_BEHIND_FLAGS}
 
 

@@ -103,7 +103,7 @@ def test_positions_and_ancestors_are_the_generators(device: str) -> None:
 def test_opcheck(device: str) -> None:
     step, ids = tiny_step(device), tensor(IDS[:3], device)
     for rest in ((None, None), (tensor([7, 8, 8], device), tensor([1, 3, 5], device))):
-        found = opcheck(decode_step, (ids, tensor([5], device), *rest, step.weights, step.cache, step.name))
+        found = opcheck(decode_step, (ids, tensor([5], device), None, *rest, step.weights, step.cache, step.name))
         assert set(found.values()) == {"SUCCESS"}
 
 

@@ -156,6 +156,15 @@ class Overrides:
         return default
 
 
+_OF_A_STEP = {"publish", "merge", "finish"}  # what a launch of one op cannot follow, and results do not depend on
+
+
+def in_scope(overrides: Overrides, scope: str, span: Span) -> Overrides:
+    """The decisions under another launch ``scope``, less those that such a launch cannot follow."""
+    kept = (d for d in overrides.decisions() if scope == "step" or d.field not in _OF_A_STEP)
+    return Overrides(overrides.arch, (*map(recorded, kept), SetScope(scope, span)))
+
+
 def decided(record: Override) -> Iterator[Decision]:
     """The decisions of one record."""
     match record:
