@@ -23,6 +23,10 @@ from megadsl.resources import include
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.explore import Subject
 from megadsl.runtime.mutants import MutableSubject
+from megadsl.runtime.program import TRACE
+from megadsl.trace.activity import activities
+from megadsl.trace.handoffs import handoffs
+from megadsl.trace.records import read_timeline
 from tests.kernels import Bench, Configure, check, check_races, compiled, config, one_build, steps
 from tests.schedules import VALUES
 from tests.test_kernel_steps import singles, together
@@ -144,6 +148,17 @@ def test_mistakes_in_the_cluster_are_noticed() -> None:
     assert argued and all(m.place.within("leave_cluster") for m in argued)
     gave_up = replace(places[0], frames=(Frame("mk::detail::tell_all", "wait.h", 1),))
     assert not any(argument_for(m, replace(facts, places=(*places, gave_up))) for m in argued)
+
+
+def test_the_timeline_knows_who_sent_a_block_its_parts() -> None:
+    bench = Bench(kernels()["four-idle"], defines={TRACE: "1"})
+    bench.play(steps(bench.made, [(70, 2)]))
+    timeline = read_timeline(bench.program.manifest, bench.program.buffers["trace"].numpy())
+    found = [h for h in handoffs(timeline.layout, activities(timeline, 2e3)) if h.value == "attention.parts"]
+    assert len(found) == 2 * 8  # of two layers, those blocks that have a unit
+    for handoff in found:
+        block = handoff.activity.block.number
+        assert set(handoff.sources.blocks) == set(range(block // 4 * 4, block // 4 * 4 + 4)) and handoff.latency >= 0
 
 
 def _with(**other: int | str) -> Configure:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megadsl.check.model import Device, evaluate
+from megadsl.check.polls import merge
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
 from megadsl.lower.gathers import is_wide
 from megadsl.lower.programs import instructions
@@ -39,7 +40,8 @@ def describe(plan: Plan) -> dict[str, Any]:
     is whose ring the phase takes tiles from, "" for none.
     signals and waits: {value, phase, looped, slope, round}: in layer l a phase publishes, or waits for, round ``round + slope * l``
     of the value, counted from the launch's first. A wait of block b is ``whole`` where it lasts until all of some blocks have published:
-    of all, or where the input arrives in registers, so that only the first warp's end is recorded, of those in polled[b % len(polled)].
+    of all, or of those in polled[b % len(polled)]: where the input arrives in registers, so that only the first warp's end is recorded, and
+    where a cluster adds an attention's splits.
     """
     assert len(plan.sites) <= MOST_SITES, "a record of the timeline has no room for this site"
     consumer = next(p for p in plan.programs if p.kind == "consumer")
@@ -59,8 +61,10 @@ def describe(plan: Plan) -> dict[str, Any]:
             if instr.call in _SIGNALS and instr.args[_SIGNALS[instr.call][0]]:
                 signals.append(_end(plan, instr, name, looped, *_SIGNALS[instr.call]))
             if instr.call in _WAITS:
-                whole = bool(instr.args.get("whole")) or instr.call == "argmax"
-                polled = _polled(plan, instr) if whole and instr.args.get("into") == "registers" else []
+                clustered = instr.call == "merge" and bool(instr.args["cluster"])
+                whole = bool(instr.args.get("whole")) or instr.call == "argmax" or clustered
+                lanes = whole and instr.args.get("into") == "registers"
+                polled = _of_its_cluster(plan, instr) if clustered else _polled(plan, instr) if lanes else []
                 waits.append({**_end(plan, instr, own, looped, *_WAITS[instr.call]), "whole": whole, "polled": polled})
     _add_loader_sites(plan, phases)
     rings = dict(plan.schedule.rings)
@@ -115,6 +119,11 @@ def _polled(plan: Plan, instr: Instr) -> list[list[int]]:
         columns = [(piece * panels + panel) * PANEL for piece in range(m.pieces) for panel in range(first, panels, device.warps)]
         found.append(sorted({block for column in columns for block in device.owners(e, column, min(PANEL, features - column))}))
     return found
+
+
+def _of_its_cluster(plan: Plan, instr: Instr) -> list[list[int]]:
+    """Blocks that send a block what it adds of an attention: nobody, to one without a unit."""
+    return [[int(other) for other in row.nonzero()[0]] for row in merge(Device(plan), instr)[0]]
 
 
 def _end(plan: Plan, instr: Instr, phase: str, looped: bool, value: str, round_: str) -> dict[str, Any]:
