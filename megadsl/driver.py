@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
+from megadsl.build.cache import SmallEntries
 from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
@@ -31,6 +32,7 @@ from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
 from megadsl.trace.layout import describe
 
 DEFAULT_MAX_KV = 2048
+_TEMPLATES = SmallEntries(".template")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def compile_model(
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
     manifest = _manifest(name, state, target, chosen, report is not None)
-    source, text = emit(state.plan), print_plan(state.plan)
+    source, text = emit(state.plan, _TEMPLATES), print_plan(state.plan)
     return Compiled(spec, state.graph, state.schedule, state.plan, source, text, manifest, overrides, report)
 
 

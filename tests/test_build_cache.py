@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from megadsl.build.cache import cache_root, cached, digest, headers_digest
+from megadsl.build.cache import SmallEntries, cache_root, cached, digest, headers_digest
 from megadsl.diagnostics import MegadslWarning
+from megadsl.driver import compile_model
+from megadsl.emit import emit
 
 # A process that asks for one entry; each build adds a line to the log and takes a while, in two writes.
 WORKER = """
@@ -143,3 +145,38 @@ def test_headers_digest_sees_names_and_content_but_not_the_place(tmp_path: Path)
     assert tree("b", {"x/one.h": "1", "two.cuh": "2", "notes.md": "no header"}) == base
     assert tree("c", {"x/one.h": "1", "two.cuh": "3"}) != base
     assert tree("d", {"x/uno.h": "1", "two.cuh": "2"}) != base
+
+
+def test_small_entries_are_kept_where_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGADSL_CACHE_DIR", str(tmp_path / "cache"))
+    entries = SmallEntries(".small")
+    assert entries.load(["a", b"b"]) is None
+    entries.store(["a", b"b"], b"made")
+    assert entries.load(["a", b"b"]) == b"made" and entries.load(["ab"]) is None and SmallEntries(".other").load(["a", b"b"]) is None
+    assert [path.name.startswith(".") for path in cache_root().iterdir()] == [False]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGADSL_CACHE_DIR", str(tmp_path / "file"))  # no folder, and none can be made
+    entries.store(["a", b"b"], b"made")
+    assert entries.load(["a", b"b"]) is None
+
+
+def test_templates_are_translated_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.entries: dict[object, bytes] = {}
+            self.found = 0
+
+        def load(self, key_parts: Sequence[str | bytes]) -> bytes | None:
+            self.found += tuple(key_parts) in self.entries
+            return self.entries.get(tuple(key_parts))
+
+        def store(self, key_parts: Sequence[str | bytes], content: bytes) -> None:
+            self.entries[tuple(key_parts)] = content
+
+    plan, kept = compile_model("llama-tiny", blocks=2).plan, Kept()
+    first = emit(plan)
+    for expected in (0, 1):
+        monkeypatch.setattr("megadsl.emit.kernel._Translated.codes", {})
+        assert emit(plan, kept) == first and len(kept.entries) > 4
+        assert kept.found == expected * len(kept.entries)
+

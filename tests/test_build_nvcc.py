@@ -114,14 +114,17 @@ def test_sass_is_attributed_to_roles(headers: Path) -> None:
     assert f"{roles['consumer']:,}" in text
 
 
-def test_too_much_hot_code_names_the_biggest_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_hot_code_names_the_biggest_role(fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(line: int, count: int) -> list[str]:
         return [f'\t//## File "k/kernel.cu", line {line}', *(f"        /*{16 * i:04x}*/   FADD R1, R1, R2 ;" for i in range(count))]
 
     monkeypatch.setattr(report, "disassemble", lambda cubin: "\n".join(code(4, 7000) + code(2, 10)))
     kernel = "// role: loader\nvoid loader();\n// role: consumer\nvoid consumer();\n"
-    found = resource_report(CubinResult(Path("kernel.cubin"), "", 32, 0, 0), kernel, machine(ARCH), 0)
+    (tmp_path / "kernel.cubin").write_bytes(b"of 7,010 instructions")
+    found = resource_report(CubinResult(tmp_path / "kernel.cubin", "", 32, 0, 0), kernel, machine(ARCH), 0)
     assert found.sass_by_role == {"consumer": 112_000, "loader": 160}
+    monkeypatch.setattr(report, "disassemble", lambda cubin: pytest.fail("it was disassembled before"))
+    assert resource_report(CubinResult(tmp_path / "kernel.cubin", "", 32, 0, 0), kernel, machine(ARCH), 0).sass_by_role == found.sass_by_role
     (warning,) = found.warnings
     assert warning.code == "MK308"
     assert "role consumer alone has 112,000" in warning.message

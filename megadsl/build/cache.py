@@ -77,6 +77,34 @@ def cached(key_parts: Sequence[str | bytes], suffix: str, build: Callable[[Path]
     return entry
 
 
+class SmallEntries:
+    """Entries of some kilobytes that are as quickly made anew: where the cache cannot be written they are not kept, without a word."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def load(self, key_parts: Sequence[str | bytes]) -> bytes | None:
+        """The entry for ``key_parts``, as :func:`cached` takes them, if there is one."""
+        try:
+            return self._entry(key_parts).read_bytes()
+        except OSError:
+            return None
+
+    def store(self, key_parts: Sequence[str | bytes], content: bytes) -> None:
+        """Make it, in one rename."""
+        entry = self._entry(key_parts)
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=entry.parent, prefix=f".{entry.name}.", delete=False) as file:
+                file.write(content)
+            os.replace(file.name, entry)
+        except OSError:
+            return
+
+    def _entry(self, key_parts: Sequence[str | bytes]) -> Path:
+        return cache_root() / (digest([*key_parts, self._suffix]) + self._suffix)
+
+
 def _build_entry(entry: Path, build: Callable[[Path], None], sweep: bool) -> None:
     """Build in a temporary folder beside the entry, then rename. With ``sweep``, remove what dead builders left of it."""
     if sweep:

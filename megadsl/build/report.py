@@ -6,14 +6,17 @@ outermost function on its chain of inlined calls that lies in a marked section; 
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from megadsl.build.cache import SmallEntries
 from megadsl.build.nvcc import STAGES, CubinResult, disassemble
+from megadsl.build.toolchain import find_tool
 from megadsl.diagnostics import Diagnostic, declare, warning
 from megadsl.machine import Machine
 
@@ -31,6 +34,7 @@ SPILLS = declare(
 COMMON = "common"
 INSTRUCTION_BYTES = 16  # every SASS instruction since sm_70
 
+_COUNTS = SmallEntries(".sass.json")
 _MARKER = re.compile(r"\s*// role: (\S+)\s*$")
 _LINE_INFO = re.compile(r'//## File "([^"]+)", line (\d+)')
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+\S")
@@ -71,7 +75,7 @@ def resource_report(cubin: CubinResult, kernel_source: str, machine: Machine, sm
     ``kernel_source`` is the text it was compiled from, with its role markers; ``smem_bytes`` is the dynamic shared memory
     per block of the launch, which a cubin does not know. Raises MK301 when there is no nvdisasm.
     """
-    by_role = sass_by_role(disassemble(cubin.path), kernel_source)
+    by_role = _by_role(cubin.path, kernel_source)
     total = sum(by_role.values())
     return Report(
         arch=machine.arch,
@@ -84,6 +88,17 @@ def resource_report(cubin: CubinResult, kernel_source: str, machine: Machine, sm
         hot_code_bytes=machine.hot_code_bytes,
         warnings=tuple(_warnings(cubin, by_role, machine)),
     )
+
+
+def _by_role(cubin: Path, kernel_source: str) -> dict[str, int]:
+    """:func:`sass_by_role`, from the cache if it was asked for before: disassembling takes as long as all else about a cached cubin."""
+    key = (str(find_tool("nvdisasm").path), cubin.read_bytes(), kernel_source)
+    kept = _COUNTS.load(key)
+    if kept is not None:
+        return {str(role): int(count) for role, count in json.loads(kept).items()}
+    counts = sass_by_role(disassemble(cubin), kernel_source)
+    _COUNTS.store(key, json.dumps(counts).encode())
+    return counts
 
 
 def _warnings(cubin: CubinResult, by_role: Mapping[str, int], machine: Machine) -> Iterator[Diagnostic]:

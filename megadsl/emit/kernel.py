@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import marshal
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import jinja2
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.bccache import Bucket, BytecodeCache
 
@@ -39,34 +43,52 @@ class Operand:
     is_vector: bool
 
 
-class _Translated(BytecodeCache):
-    """Templates as Python code, by their contents, for all kernels of a process: to translate them takes as long as to check a plan."""
+class Kept(Protocol):
+    """Where translations of templates outlive the process, by what they depend on."""
 
-    def __init__(self) -> None:
-        self._codes: dict[tuple[str, str], CodeType] = {}
+    def load(self, key_parts: Sequence[str | bytes]) -> bytes | None: ...
+
+    def store(self, key_parts: Sequence[str | bytes], content: bytes) -> None: ...
+
+
+class _Translated(BytecodeCache):
+    """Templates as Python code, by their contents, for all kernels: to translate them takes as long as to check a plan."""
+
+    codes: ClassVar[dict[tuple[str, str], CodeType]] = {}  # of this process
+
+    def __init__(self, kept: Kept | None) -> None:
+        self._kept = kept
 
     def load_bytecode(self, bucket: Bucket) -> None:
-        bucket.code = self._codes.get((bucket.key, bucket.checksum))
+        bucket.code = self.codes.get((bucket.key, bucket.checksum))
+        if bucket.code is None and self._kept is not None and (found := self._kept.load(self._key(bucket))) is not None:
+            self.codes[bucket.key, bucket.checksum] = bucket.code = marshal.loads(found)
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         assert bucket.code is not None
-        self._codes[bucket.key, bucket.checksum] = bucket.code
+        self.codes[bucket.key, bucket.checksum] = bucket.code
+        if self._kept is not None:
+            self._kept.store(self._key(bucket), marshal.dumps(bucket.code))
+
+    @staticmethod
+    def _key(bucket: Bucket) -> tuple[str, ...]:
+        return bucket.key, bucket.checksum, jinja2.__version__, sys.version
 
 
-_TRANSLATED = _Translated()
 _HERE = "#line @"  # becomes the number of the line behind it: what follows a user's header is kernel.cu again
 _PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 _COPIES = {"bulk": "BulkCopies", "lanes": "LaneCopies"}  # copies.h
 
 
-def emit(plan: Plan) -> str:
-    """The text of kernel.cu: compiles with nvcc for the GPU and with a C++17 compiler for the emulator."""
+def emit(plan: Plan, kept: Kept | None = None) -> str:
+    """The text of kernel.cu: compiles with nvcc for the GPU and with a C++17 compiler for the emulator. ``kept``: has templates that
+    were translated before, and takes those that had to be."""
     environment = Environment(
         loader=FileSystemLoader(templates()),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
-        bytecode_cache=_TRANSLATED,
+        bytecode_cache=_Translated(kept),
     )
     environment.globals.update(_helpers(plan))
     text = environment.get_template("kernel.cu.j2").render()
