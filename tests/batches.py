@@ -143,6 +143,8 @@ class BatchBench:
 def judge_batch(bench: BatchBench, some: Sequence[BatchStep], results: Sequence[BatchResult]) -> None:
     """As tests.kernels.judge, of each sequence of each launch by itself."""
     oracle = Oracle(bench.made, bench.weights)
+    # Rounding errors of independent layers add up as their roots do; two layers stay below 2e-2.
+    limit = 2e-2 * max(1.0, bench.made.graph.layers / 2) ** 0.5
     exact, rounded, ours = [], [], []
     for step, result in zip(some, results, strict=True):
         assert bool(result.logits.isfinite().all()), f"{step}: not finite"
@@ -154,7 +156,7 @@ def judge_batch(bench: BatchBench, some: Sequence[BatchStep], results: Sequence[
             own = result.logits[first : first + len(of.ids)]
             assert distance(own, fp32) < 3 * distance(bf16, fp32) + SLACK, f"{of} of {step.kv_lens}, {step.counts}"
             for mine, theirs in zip(rows, oracle.appended(of), strict=True):
-                assert distance(mine, theirs) < 2e-2, f"appended rows of {of}"
+                assert distance(mine, theirs) < limit, f"appended rows of {of}"
             exact.append(fp32), rounded.append(bf16), ours.append(own)
             first += len(of.ids)
     fp32, bf16 = torch.cat(exact), torch.cat(rounded)
