@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megadsl import cli
+from megadsl.build.cache import cache_root
 from megadsl.build.gpus import Gpu
 from megadsl.cli import doctor
 from megadsl.diagnostics import declare, error, warn
@@ -317,6 +319,22 @@ def test_doctor_without_gpu(run_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert f"{doctor.CUDA}: no" in out
     assert f"{doctor.CPU}: yes" in out
     assert f"{doctor.COMPILE}: yes" in out
+
+
+def test_doctor_beside_a_process_that_builds(run_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is in the cache may be gone once it has been listed."""
+    monkeypatch.setenv("MEGADSL_CACHE_DIR", str(tmp_path))
+    (cache_root() / "entry").mkdir(parents=True)
+    (cache_root() / "entry" / "stays").write_bytes(bytes(3 << 20))
+    walk = os.walk
+
+    def listed_too_early(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        yield from walk(root)
+        yield str(root / "gone"), [], ["file"]
+
+    monkeypatch.setattr(os, "walk", listed_too_early)
+    code, out, _ = run_cli("doctor")
+    assert code in (0, 1) and re.search(r"cache.* 3 MiB", out)
 
 
 def test_doctor_with_a_gpu(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

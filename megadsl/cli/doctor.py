@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -152,8 +153,16 @@ def _cache() -> Finding:
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         return Finding("cache", f"{root} cannot be written", "make it writable, or set MEGADSL_CACHE_DIR to a folder that is")
-    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    return Finding("cache", f"{root}, {size / 2**20:,.0f} MiB")
+    files = (Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+    return Finding("cache", f"{root}, {sum(map(_size, files)) / 2**20:,.0f} MiB")
+
+
+def _size(path: Path) -> int:
+    """In bytes; 0 of a file that is gone, as those of another process's builds may be by now."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _demo() -> Iterator[Finding]:
