@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megadsl.check.batch import skipped_chunks
 from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
@@ -232,7 +233,7 @@ class Device:
 def attention_unit(splits: int, unit: int, kv_len: int, window: int = 0) -> tuple[int, int, int, bool]:
     """(KV head, first chunk, end, takes this step's rows); mk::attention_unit."""
     head, split = divmod(unit, splits)
-    skipped = max(kv_len + 1 - window, 0) // CHUNK_ROWS if window else 0
+    skipped = skipped_chunks(kv_len, window)
     chunks = ceil_div(kv_len, CHUNK_ROWS) - skipped
     last, fresh = max(chunks, 1) - 1, split + 1 == splits
     begin, end = (min((chunks + 1) * at // splits, last) for at in (split, split + 1))
