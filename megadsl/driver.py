@@ -143,6 +143,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "trace": describe(plan),
         "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
         "pack": [{**asdict(r), "dtype": "bf16"} for r in plan.packs],
+        "random": {t.name: t.random for t in state.spec.tensors.values() if t.random is not None},
         "shape": [word for record in plan.shape for word in record.words],
     }
 

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+Drawn = tuple[float, float]  # mean and standard deviation of random numbers
+
 
 class DType(Enum):
     """Element type of a tensor. ``bits`` is the storage width."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import megadsl as mk
 
+CENTRED = (0.0, 0.1)  # norms multiply by 1 + w
+
 
 @mk.kernel
 def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
@@ -18,7 +20,7 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
     x = mk.map("x * scale", x=mk.embed(embed_tokens, mk.input_ids(tokens)), scale=cfg.embed_scale)
     for layer in mk.layers(cfg.num_hidden_layers):
-        h = _norm(x, layer.weight("input_layernorm", hidden), eps)
+        h = _norm(x, layer.weight("input_layernorm", hidden, random=CENTRED), eps)
         q, k, v = mk.linear(
             h,
             layer.weight("self_attn.q_proj", (q_rows, hidden)),
@@ -31,12 +33,12 @@ def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
         a = mk.attention(q, kv, heads=heads, softcap=getattr(cfg, "attn_softcap", None))
         o_bias = [layer.weight("self_attn.o_proj.bias", hidden)] if biased else None
         x = x + mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)
-        h = _norm(x, layer.weight("post_attention_layernorm", hidden), eps)
+        h = _norm(x, layer.weight("post_attention_layernorm", hidden, random=CENTRED), eps)
         gate, up = mk.linear(h, layer.weight("mlp.gate_proj", (inter, hidden)), layer.weight("mlp.up_proj", (inter, hidden)))
         activated = mk.map(f"{getattr(cfg, 'activation', 'gelu_tanh')}(gate) * up", gate=gate, up=up)
         x = x + mk.linear(activated, layer.weight("mlp.down_proj", (hidden, inter)))
 
-    h = _norm(x, mk.weight("model.norm", hidden), eps)
+    h = _norm(x, mk.weight("model.norm", hidden, random=CENTRED), eps)
     lm_head = embed_tokens if cfg.tie_word_embeddings else mk.weight("lm_head", (cfg.vocab_size, hidden))
     logits, cap = mk.linear(h, lm_head, name="lm_head"), getattr(cfg, "final_softcap", None)
     return mk.argmax(logits if cap is None else mk.map("cap * tanh(x / cap)", x=logits, cap=cap))

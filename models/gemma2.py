@@ -7,6 +7,9 @@ from typing import Any
 
 import megadsl as mk
 
+CENTRED = (0.0, 0.1)  # norms multiply by 1 + w
+SMALL = (-0.8, 0.02)  # what a layer adds is a fifth of the embedding, so that random layers do not drown it
+
 
 @mk.kernel
 def decode_step(cfg: Any, tokens: int = 1) -> mk.Tensor:
@@ -31,7 +34,7 @@ def _step(cfg: Any, tokens: int, *, head_norms: bool) -> mk.Tensor:
 
     x = mk.map("x * scale", x=mk.embed(embed_tokens, mk.input_ids(tokens)), scale=cfg.embed_scale)
     for layer in mk.layers(cfg.num_hidden_layers):
-        h = _norm(x, layer.weight("input_layernorm", hidden), eps)
+        h = _norm(x, layer.weight("input_layernorm", hidden, random=CENTRED), eps)
         q, k, v = mk.linear(
             h,
             layer.weight("self_attn.q_proj", (q_rows, hidden)),
@@ -40,22 +43,22 @@ def _step(cfg: Any, tokens: int, *, head_norms: bool) -> mk.Tensor:
             bias=[layer.weight(f"self_attn.{n}_proj.bias", q_rows if n == "q" else kv_rows) for n in "qkv"] if biased else None,
         )
         if head_norms:
-            q = _norm(q, layer.weight("self_attn.q_norm", head_dim), eps, head_dim)
-            k = _norm(k, layer.weight("self_attn.k_norm", head_dim), eps, head_dim)
+            q = _norm(q, layer.weight("self_attn.q_norm", head_dim, random=CENTRED), eps, head_dim)
+            k = _norm(k, layer.weight("self_attn.k_norm", head_dim, random=CENTRED), eps, head_dim)
         q, k = mk.rope(q, k, head_dim=head_dim, theta=theta, scaling=scaling)
         kv, window = layer.kv_cache(kv_heads, head_dim).append(k, v), mk.per_layer(cfg.sliding_window)
         scale, softcap = getattr(cfg, "attn_scale", None), getattr(cfg, "attn_softcap", None)
         a = mk.attention(q, kv, heads=heads, scale=scale, window=window, softcap=softcap)
         o_bias = [layer.weight("self_attn.o_proj.bias", hidden)] if biased else None
         a = mk.linear(a, layer.weight("self_attn.o_proj", (hidden, q_rows)), bias=o_bias)
-        x = x + _norm(a, layer.weight("post_attention_layernorm", hidden), eps)
-        h = _norm(x, layer.weight("pre_feedforward_layernorm", hidden), eps)
+        x = x + _norm(a, layer.weight("post_attention_layernorm", hidden, random=SMALL), eps)
+        h = _norm(x, layer.weight("pre_feedforward_layernorm", hidden, random=CENTRED), eps)
         gate, up = mk.linear(h, layer.weight("mlp.gate_proj", (inter, hidden)), layer.weight("mlp.up_proj", (inter, hidden)))
         activated = mk.map(f"{getattr(cfg, 'activation', 'gelu_tanh')}(gate) * up", gate=gate, up=up)
         m = mk.linear(activated, layer.weight("mlp.down_proj", (hidden, inter)))
-        x = x + _norm(m, layer.weight("post_feedforward_layernorm", hidden), eps)
+        x = x + _norm(m, layer.weight("post_feedforward_layernorm", hidden, random=SMALL), eps)
 
-    h = _norm(x, mk.weight("model.norm", hidden), eps)
+    h = _norm(x, mk.weight("model.norm", hidden, random=CENTRED), eps)
     lm_head = embed_tokens if cfg.tie_word_embeddings else mk.weight("lm_head", (cfg.vocab_size, hidden))
     logits, cap = mk.linear(h, lm_head, name="lm_head"), getattr(cfg, "final_softcap", None)
     return mk.argmax(logits if cap is None else mk.map("cap * tanh(x / cap)", x=logits, cap=cap))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megadsl.diagnostics import MegadslError
+from megadsl.driver import compile_model
 from megadsl.runtime.weights import TensorSource, needed, random_weights, validate
 from tests.test_weights_pack import layered
 
@@ -65,3 +66,16 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
     assert not one.load("l.2.q").equal(one.load("l.1.q"))
     assert not one.load("l.2.q").equal(random_weights(layered(), seed=2).load("l.2.q"))
     assert abs(float(one.load("embed").float().std()) - 80**-0.5) < 0.01
+
+
+def test_random_weights_are_drawn_as_the_spec_says() -> None:
+    source = random_weights({**layered(), "random": {"l.{layer}.norm": (-0.8, 0.01), "embed": (0.5, 0)}})
+    norm = source.load("l.1.norm").float()
+    assert abs(float(norm.mean()) + 0.8) < 0.01 and 0.001 < float(norm.std()) < 0.02
+    assert source.load("embed").eq(0.5).all()
+    plain = random_weights(layered())
+    assert source.load("l.1.q").equal(plain.load("l.1.q")), "others are as they were"
+    made = compile_model("gemma2-tiny", blocks=2, max_kv=64)
+    behind, before = (f"model.layers.{{layer}}.{name}_feedforward_layernorm.weight" for name in ("post", "pre"))
+    assert made.manifest["random"][behind] == (-0.8, 0.02) and made.manifest["random"][before] == (0.0, 0.1)
+    assert compile_model("llama-tiny", blocks=2, max_kv=64).manifest["random"] == {}

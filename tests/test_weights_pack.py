@@ -44,7 +44,7 @@ def manifest_of(records: list[dict[str, Any]], layers: int = 1) -> dict[str, Any
         stride = round_up(record["bytes"], 128) if per_layer else 0
         placed.append(record | {"offset": offset, "layer_stride": stride, "per_layer": per_layer})
         offset += round_up(record["bytes"], 128) * (layers if per_layer else 1)
-    return {"layers": layers, "pack": placed, "buffers": {"weights": offset}, "sites": []}
+    return {"layers": layers, "pack": placed, "buffers": {"weights": offset}, "sites": [], "random": {}}
 
 
 def numbered(*shape: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from megadsl.expr import parse
 from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.ops.rope import rope_scaling
 from megadsl.source import caller_span
-from megadsl.types import DType, Lifetime, PerLayer
+from megadsl.types import Drawn, DType, Lifetime, PerLayer
 
 T = TypeVar("T")
 
@@ -40,12 +40,17 @@ def input_ids(tokens: int = 1) -> Tensor:
     return tracer.declare(SpecTensor("input_ids", (tokens,), DType.I32, Lifetime.INPUT, span))
 
 
-def weight(name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16) -> Tensor:
+def weight(
+    name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None
+) -> Tensor:
     """A weight that exists once, by its name in the checkpoint (``.weight`` is appended when no ``.weight`` or ``.bias`` ends it).
 
-    bf16, (rows, columns) or (length,). MK101 unknown dtype, MK103 declared before with another shape, MK104 bad dimension.
+    bf16, (rows, columns) or (length,). ``random`` is mean and standard deviation of its elements where there is no checkpoint (bench,
+    tune, trace): by default 1 and 0.1 for vectors, 0 and columns^-0.5 for matrices; a norm that multiplies by 1 + w wants a mean of 0.
+    MK101 unknown dtype, MK103 declared before with another shape or other random elements, MK104 bad dimension, MK222 for what
+    is no number.
     """
-    return current("weight").weight(name, shape, dtype, per_layer=False, span=caller_span())
+    return current("weight").weight(name, shape, dtype, per_layer=False, span=caller_span(), random=random)
 
 
 def kv_cache(kv_heads: int, head_dim: int, name: str = "kv") -> KVCache:

@@ -11,7 +11,7 @@ from megadsl.expr.parser import NOT_FINITE
 from megadsl.ir.expr import Arg, Binary, Const, Expr, Unary
 from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.source import Span, caller_span
-from megadsl.types import DType
+from megadsl.types import Drawn, DType
 
 APPENDED_TWICE = declare(
     "MK106", "cache {cache!r} is appended to twice in one step", "append once per step; declare a second cache for a second attention"
@@ -55,7 +55,9 @@ class Recorder(Protocol):
 
     def map(self, name: str, expr: Expr, operands: Mapping[str, Tensor], span: Span) -> Tensor: ...
 
-    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span) -> Tensor: ...
+    def weight(
+        self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span, random: Drawn | None = ...
+    ) -> Tensor: ...
 
     def kv_cache(self, name: str, kv_heads: int, head_dim: int, *, per_layer: bool, span: Span) -> KVCache: ...
 
@@ -203,13 +205,17 @@ class Layer:
     def close(self) -> None:
         self._open = False
 
-    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16) -> Tensor:
+    def weight(
+        self, name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None
+    ) -> Tensor:
         """The weight ``<prefix>.<layer>.<name>.weight`` of the checkpoint, bf16, of shape (rows, columns) or (length,).
 
-        MK101 unknown dtype, MK103 declared before with another shape, MK104 a dimension that is no positive integer.
+        ``random``: mean and standard deviation of its elements where there is no checkpoint, as of mk.weight. MK101 unknown dtype,
+        MK103 declared before with another shape, MK104 a dimension that is no positive integer, MK222 no number.
         """
         self._check_open()
-        return self._tracer.weight(f"{self._prefix}.{{layer}}.{name}", shape, dtype, per_layer=True, span=caller_span())
+        name = f"{self._prefix}.{{layer}}.{name}"
+        return self._tracer.weight(name, shape, dtype, per_layer=True, span=caller_span(), random=random)
 
     def kv_cache(self, kv_heads: int, head_dim: int, name: str = "kv") -> KVCache:
         """This layer's KV cache. MK104 when a dimension is no positive integer."""

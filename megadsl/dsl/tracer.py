@@ -19,7 +19,7 @@ from megadsl.ir.spec import Tensor as SpecTensor
 from megadsl.ops import outline
 from megadsl.ops.base import shape_text
 from megadsl.source import Span, caller_span
-from megadsl.types import DType, Lifetime, PerLayer
+from megadsl.types import Drawn, DType, Lifetime, PerLayer
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ DTYPE_UNKNOWN = declare(
 )
 WEIGHT_TWICE = declare(
     "MK103",
-    "weight {name!r} is declared with shape {shape}, but before with {before} at {where}",
-    "give both the same shape, or one of them another name",
+    "weight {name!r} is declared with {what} {now}, but before with {before} at {where}",
+    "give both the same {what}, or one of them another name",
 )
 DIMENSION = declare("MK104", "{what}: dimension {value!r} is not a positive integer", "shapes are positive integers (use // for divisions)")
 NOT_A_TENSOR = declare(
@@ -132,18 +132,31 @@ class Tracer:
             raise self.fail(NOT_TEXT, span, what=what, value=shown(value), example=example)
         return value
 
-    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span) -> Tensor:
+    def weight(
+        self, name: str, shape: int | tuple[int, ...], dtype: str | DType, *, per_layer: bool, span: Span, random: Drawn | None = None
+    ) -> Tensor:
         self.text("the name of a weight", name, '"q_proj"', span)
         full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
         dims = self.dimensions(f"weight {full!r}", shape, span)
         if dtype not in (DType.BF16, DType.BF16.value):
             self.found.add(DTYPE_UNKNOWN, span, what=f"weight {full!r}", dtype=dtype.value if isinstance(dtype, DType) else dtype)
+        drawn = None if random is None else self._drawn(f"weight {full!r}: random", random, span)
         before = self.tensors.get(full)
         if before is None:
-            return self.declare(SpecTensor(full, dims, DType.BF16, Lifetime.WEIGHT, span, per_layer))
+            return self.declare(SpecTensor(full, dims, DType.BF16, Lifetime.WEIGHT, span, per_layer, drawn))
         if before.shape != dims:
-            self.found.add(WEIGHT_TWICE, span, name=full, shape=shape_text(dims), before=shape_text(before.shape), where=before.span.short)
+            what, now, then = "shape", shape_text(dims), shape_text(before.shape)
+        elif random is not None and before.random != drawn:
+            what, now, then = "random", str(drawn), str(before.random)
+        else:
+            return Tensor(self, before)
+        self.found.add(WEIGHT_TWICE, span, name=full, what=what, now=now, before=then, where=before.span.short)
         return Tensor(self, before)
+
+    def _drawn(self, what: str, value: object, span: Span) -> Drawn:
+        """Mean and standard deviation; MK222 for what is no pair of numbers, or a deviation below zero."""
+        mean, deviation = value if isinstance(value, tuple | list) and len(value) == 2 else (value, 0)
+        return self.number(f"{what}, mean", mean, span), self.number(f"{what}, deviation", deviation, span, least=0)
 
     def kv_cache(self, name: str, kv_heads: int, head_dim: int, *, per_layer: bool, span: Span) -> KVCache:
         self.text("the name of a cache", name, '"kv"', span)

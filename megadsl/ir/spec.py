@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megadsl.source import Span
-from megadsl.types import DType, Lifetime
+from megadsl.types import Drawn, DType, Lifetime
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Tensor:
 
     Activations have shape (tokens, features); weights (rows, columns) or (length,); a KV cache
     (kv_heads, head_dim). A weight inside ``mk.layers`` has ``per_layer`` and a name with ``{layer}`` in it
-    (``model.layers.{layer}.mlp.down_proj.weight``).
+    (``model.layers.{layer}.mlp.down_proj.weight``). ``random`` is mean and standard deviation of a weight's elements where
+    they are drawn, for want of a checkpoint.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Tensor:
     lifetime: Lifetime
     span: Span
     per_layer: bool = False
+    random: Drawn | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megadsl.dsl.checkpoints import raw_config, stacked_rows
 from megadsl.runtime.gguf import GgufFile, read_gguf
 from megadsl.runtime.readahead import Stored
 from megadsl.runtime.safetensors import open_files
+from megadsl.types import Drawn
 
 MISSING = declare("MK420", "weight {name} is missing{more}", "give a checkpoint that has it, or rename it in the spec{near}")
 EXTRA = declare(
@@ -190,13 +191,15 @@ class TensorSource(WeightSource):
 
 
 class RandomSource(WeightSource):
-    """Random weights: vectors are 1 + 0.1 n, matrices n / sqrt(columns), n standard normal.
+    """Random weights: m + d n, with n standard normal; m and d by ``drawn``, else 1 and 0.1 for vectors, 0 and columns^-0.5 for
+    matrices.
 
-    Each tensor depends on ``seed``, its name and the kind of ``device`` alone, never on the order of loading.
+    Each tensor depends on these, ``seed``, its name and the kind of ``device`` alone, never on the order of loading.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, device: str) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], drawn: Mapping[str, Drawn], seed: int, device: str) -> None:
         self._shapes = dict(shapes)
+        self._drawn = dict(drawn)
         self.seed = seed
         self.device = torch.device(device)
 
@@ -207,8 +210,9 @@ class RandomSource(WeightSource):
         shape = self._shapes[name]
         generator = torch.Generator(self.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:7], "little"))
-        noise = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
-        return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(torch.bfloat16)
+        noise: torch.Tensor = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
+        mean, deviation = self._drawn.get(name, (1.0, 0.1) if len(shape) == 1 else (0.0, shape[1] ** -0.5))
+        return noise.mul_(deviation).add_(mean).to(torch.bfloat16)
 
 
 def open_weights(path: Path) -> GgufSource | SafetensorsSource:
@@ -217,8 +221,10 @@ def open_weights(path: Path) -> GgufSource | SafetensorsSource:
 
 
 def random_weights(manifest: Manifest, seed: int = 0, device: str = "cpu") -> RandomSource:
-    """Random weights of every name and shape that the manifest's pack records need."""
-    return RandomSource({name: need.shape for name, need in needed(manifest).items()}, seed, device)
+    """Random weights of every name and shape that the manifest's pack records need, drawn as its spec says."""
+    found, given = needed(manifest), manifest["random"]
+    drawn = {name: given[need.template] for name, need in found.items() if need.template in given}
+    return RandomSource({name: need.shape for name, need in found.items()}, drawn, seed, device)
 
 
 def source_shape(record: Mapping[str, Any], source: Mapping[str, Any]) -> tuple[int, ...]:

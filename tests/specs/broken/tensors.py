@@ -46,6 +46,22 @@ def weight_twice(cfg: Any, tokens: int = 1) -> mk.Tensor:
 
 
 @mk.kernel
+def drawn_twice(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    x = mk.linear(start(tokens), mk.weight("w", (HIDDEN, HIDDEN), random=(0, 0.1)))
+    return head(mk.linear(x, mk.weight("w", (HIDDEN, HIDDEN), random=(0, 0.2))))
+    # MK103 `mk.weight(` | is declared with random (0.0, 0.2), but before with (0.0, 0.1) at | give both the same random
+    # mend: random=(0, 0.2) => random=(0, 0.1)
+
+
+@mk.kernel
+def drawn_backwards(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    w = mk.weight("w", (HIDDEN, HIDDEN), random=(0, -0.1))
+    # MK222 `mk.weight(` | weight 'w.weight': random, deviation = -0.1 is not a number of at least 0 | of at least 0
+    # mend: random=(0, -0.1) => random=(0, 0.1)
+    return head(mk.linear(start(tokens), w))
+
+
+@mk.kernel
 def dimension(cfg: Any, tokens: int = 1) -> mk.Tensor:
     w = mk.weight("w", (HIDDEN / 1, HIDDEN))
     # MK104 `mk.weight(` | weight 'w.weight': dimension 128.0 is not a positive integer | use // for divisions
