@@ -13,6 +13,7 @@ from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
+from megadsl.dsl.formats import Weights, with_formats
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.overrides import Overrides, in_scope
 from megadsl.dsl.registry import load
@@ -65,6 +66,7 @@ def compile_model(
     check: bool = True,
     scope: str | None = None,
     schedule: Asked = None,
+    weights: Weights = None,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
@@ -75,14 +77,15 @@ def compile_model(
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
     Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
-    blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
+    blocks nor on nor weights is given, else the spec's own; "model", the spec's own; "none". weights: formats of the linears' weights, over what the spec says: "nvfp4, lm_head=fp8"
+    (megadsl/dsl/formats.py). Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
-    spec = kernel.trace(values, tokens=tokens)
+    spec = with_formats(kernel.trace(values, tokens=tokens), weights)
     target = on or machine(arch)
     named = name if isinstance(model, str) else None
-    as_measured = named == model and config is None and blocks is None and on is None
+    as_measured = named == model and config is None and blocks is None and on is None and not weights
     chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:
@@ -142,7 +145,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "kv": None if attention is None else _kv(attention, state.schedule.max_kv),
         "trace": describe(plan),
         "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
-        "pack": [{**asdict(r), "dtype": "bf16"} for r in plan.packs],
+        "pack": [asdict(r) for r in plan.packs],
         "random": {t.name: t.random for t in state.spec.tensors.values() if t.random is not None},
         "shape": [word for record in plan.shape for word in record.words],
     }

@@ -36,6 +36,7 @@ class Matrix:
     fold: int
     share_offset: int
     columns: int
+    tile_bytes: int
     tile_columns: int
     pieces: int
     ways: int
@@ -131,7 +132,7 @@ class Device:
 
     def matrix(self, op: str) -> Matrix:
         w = self.records[ident(op)]
-        return Matrix(w[2], w[3], w[4], w[6], w[8], w[9], w[10], w[11], w[12], w[14])
+        return Matrix(w[2], w[3], w[4], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[14])
 
     def _product(self, op: str) -> Instr | None:
         if op not in self._products:

@@ -56,7 +56,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
             return records[str(step.instr.args["record"])]
         case "load_matrix":
             m = device.matrix(step.instr.op)
-            return m.tile_columns * GROUP_ROWS * 2 * m.together
+            return m.tile_bytes * m.together
         case "load_cache":
             return CHUNK_ROWS * int(device.op(step.instr.op).cache_dim) * 4
     return 0

@@ -89,12 +89,13 @@ def _split(device: Device, op: str, what: str, groups: int, offset: int, finding
 
 def _linear(device: Device, op: Linear, findings: Findings) -> None:
     m, tiles = device.matrix(op.name), tiling(op)
-    mine = (m.groups, m.fold, m.pieces, m.tile_columns, m.together)
-    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns, tiles_together(op, device.plan.schedule, device.tokens))
+    mine = (m.groups, m.fold, m.pieces, m.tile_columns, m.tile_bytes, m.together)
+    together = tiles_together(op, device.plan.schedule, device.tokens)
+    theirs = (tiles.groups, tiles.fold, tiles.pieces, tiles.tile_columns, tiles.tile_bytes, together)
     if mine != theirs or m.pieces % (m.ways * m.chunk_pieces):
         rows = [("kernel", [str(mine)]), ("packed weights", [str(theirs)])]
         cut = f"{m.ways} parts, {m.chunk_pieces} tiles a chunk"
-        wrong = f"(row groups, fold, tiles per group, columns, tiles in a stage) are {mine}, packed as {theirs}, {cut}"
+        wrong = f"(row groups, fold, tiles per group, columns, bytes of a tile, tiles in a stage) are {mine}, packed as {theirs}, {cut}"
         findings.add(COVER, op.span, rows, op=op.name, what="tiles", wrong=wrong)
     _split(device, op.name, "row groups", m.shared, m.share_offset, findings)
 

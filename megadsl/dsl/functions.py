@@ -12,6 +12,7 @@ from megadsl.dsl.tensor import KVCache, Scalar, Tensor
 from megadsl.dsl.tracer import current
 from megadsl.expr import parse
 from megadsl.ir.spec import Tensor as SpecTensor
+from megadsl.ops.formats import FORMAT_UNKNOWN, FORMATS
 from megadsl.ops.rope import rope_scaling
 from megadsl.source import caller_span
 from megadsl.types import Drawn, DType, Lifetime, PerLayer
@@ -67,22 +68,25 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 @overload
-def linear(x: Tensor, weight: Tensor, /, *, bias: Bias = None, name: str | None = None) -> Tensor: ...
+def linear(x: Tensor, weight: Tensor, /, *, bias: Bias = None, name: str | None = None, format: str | None = None) -> Tensor: ...
 
 
 @overload
 def linear(
-    x: Tensor, first: Tensor, second: Tensor, /, *more: Tensor, bias: Bias = None, name: str | None = None
+    x: Tensor, first: Tensor, second: Tensor, /, *more: Tensor, bias: Bias = None, name: str | None = None, format: str | None = None
 ) -> tuple[Tensor, ...]: ...
 
 
-def linear(x: Tensor, *weights: Tensor, bias: Bias = None, name: str | None = None) -> Tensor | tuple[Tensor, ...]:
+def linear(
+    x: Tensor, *weights: Tensor, bias: Bias = None, name: str | None = None, format: str | None = None
+) -> Tensor | tuple[Tensor, ...]:
     """``x @ w.T`` for each weight (rows, columns), x (tokens, columns): (tokens, rows) each; several weights are one matrix.
 
     ``bias``, a vector weight (rows,), is added; of several weights a sequence with one for each.
     Accumulates in fp32, rounds to bf16. One tensor for one weight, else a tuple. The op is called ``name``, by default after
     its weights: o_proj; qkv_proj for q_proj, k_proj, v_proj. MK109 name taken, MK112 to MK114, MK250 and MK251 for wrong shapes,
-    MK141 no weight.
+    ``format``: what the weights are in memory, "bf16", "fp8", "int8", "nvfp4", "mxfp4" or "int4" (megadsl/ops/formats.py); they are
+    made of the checkpoint's when these are packed. MK141 no weight, MK282 no such format.
     """
     tracer, span = current("linear"), caller_span()
     if not weights:
@@ -95,7 +99,12 @@ def linear(x: Tensor, *weights: Tensor, bias: Bias = None, name: str | None = No
         tracer.require_new_name(name, span)
     parts = [op] if len(weights) == 1 else [stem(n) for n in names]
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
-    outputs = tracer.node("linear", op, (x, *weights, *biases), parts, span, {"weights": len(weights)} if biases else {})
+    attrs: dict[str, object] = {"weights": len(weights)} if biases else {}
+    if format is not None:
+        if format not in FORMATS:
+            raise tracer.fail(FORMAT_UNKNOWN, span, what=f"linear {op!r}", name=format, known=", ".join(FORMATS))
+        attrs["format"] = format
+    outputs = tracer.node("linear", op, (x, *weights, *biases), parts, span, attrs)
     return outputs[0] if len(outputs) == 1 else outputs
 
 

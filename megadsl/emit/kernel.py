@@ -26,11 +26,12 @@ from megadsl.lower.heads import few_rows
 from megadsl.lower.launches import launches
 from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
-from megadsl.lower.packing import bias_name, head_vector_name, vector_name
+from megadsl.lower.packing import bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
+from megadsl.ops.formats import FORMATS
 from megadsl.resources import templates
 
 
@@ -172,6 +173,9 @@ def _expressions() -> dict[str, Any]:
         "expr_cuda": _prologue_cuda,
         "epilogue_cuda": _epilogue_cuda,
         "bias_name": bias_name,
+        "scale_name": scale_name,
+        "row_scaled": lambda op: FORMATS[op.format].row_scale,
+        "format_type": lambda op: FORMATS[op.format].device,
         "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
         "vectors": vectors,
         "gathered": lambda op: prologue_values(op)[0][0],

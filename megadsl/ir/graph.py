@@ -35,6 +35,7 @@ class WeightRef:
     name: str
     shape: tuple[int, ...]
     per_layer: bool
+    format: str = "bf16"  # as a linear multiplies it: a key of ops.formats.FORMATS
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ class Linear:
     @property
     def biased(self) -> bool:
         return self.parts[0].bias is not None
+
+    @property
+    def format(self) -> str:
+        """Of the weights, a key of ops.formats.FORMATS: all parts have one."""
+        return self.parts[0].weight.format
 
     @property
     def out_features(self) -> int:

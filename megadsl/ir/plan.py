@@ -179,10 +179,11 @@ class PackSource:
 
 @dataclass(frozen=True)
 class PackRecord:
-    """How a weight lies in the packed arena. kind: matrix, bias, vector or table; sizes in elements, offsets in bytes.
+    """How a weight lies in the packed arena. kind: matrix, scale, bias, vector or table; sizes in elements, offsets in bytes.
 
     A matrix is tiles of 8 rows x ``tile_columns`` in panels of 32 columns, row groups outermost; depends on the
-    tile layout only, never on a schedule, so that tuning does not repack. A bias has one element for each row of its matrix, in order.
+    tile layout only, never on a schedule, so that tuning does not repack. A bias has one element for each row of its matrix,
+    in order; so has a scale, in fp32. ``format`` is a matrix's, or that of the matrix whose rows are scaled (ops.formats).
     """
 
     name: str
@@ -197,6 +198,7 @@ class PackRecord:
     columns_padded: int
     tile_columns: int
     bytes: int
+    format: str = "bf16"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.naming import stem, unique
@@ -12,6 +13,7 @@ from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op,
 from megadsl.ir.spec import Carried, Node, Spec, Tensor
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.compose import Composition, Stacked, compose
+from megadsl.ops.formats import PLAIN
 from megadsl.types import Lifetime
 
 MAP_INTO_ATTENTION = declare(
@@ -298,7 +300,8 @@ class _Fuser:
             name = unique(stem(w.name), taken)
             taken.add(name)
             rope, bias = rotated.get(out), _weight(biases[i]) if biases else None
-            parts.append(Part(name, _weight(w), w.shape[0], rope, bias, rope is not None and out in self.late))
+            weight = replace(_weight(w), format=node.attrs.get("format", PLAIN))
+            parts.append(Part(name, weight, w.shape[0], rope, bias, rope is not None and out in self.late))
         sink = self.sinks.get(node.name)
         return Linear(
             name=node.name,

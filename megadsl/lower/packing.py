@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, Part, Rope, RowMap, WeightRef
 from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import head_vectors, vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
+from megadsl.ops.formats import FORMATS, PLAIN
 from megadsl.types import Level, round_up
 
 ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart
@@ -40,9 +41,15 @@ def bias_name(op: Linear) -> str:
     return f"{op.name}.bias"
 
 
+def scale_name(op: Linear) -> str:
+    """Pack record name of the scales of a linear's rows, where its format has them."""
+    return f"{op.name}.scale"
+
+
 def bias_regions(op: Linear) -> tuple[Region, ...]:
-    """The bias that finishes an op's own rows, read from memory as it is."""
-    return (Region("weights", bias_name(op), Level.GPU),) if op.biased else ()
+    """What finishes an op's own rows, read from memory as it is: their scales, and their biases."""
+    names = [*([scale_name(op)] if FORMATS[op.format].row_scale else []), *([bias_name(op)] if op.biased else [])]
+    return tuple(Region("weights", name, Level.GPU) for name in names)
 
 
 def plan_packing(graph: Graph) -> Packed:
@@ -83,8 +90,12 @@ def _records(op: Op) -> list[PackRecord]:
     sources = [PackSource(p.weight.name, p.rows, *_order(p)) for p in op.parts]
     matrix = _record(
         op.name, "matrix", sources, op.parts[0].weight.per_layer, tiles.groups * GROUP_ROWS, op.columns, tiles.columns_padded,
-        tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1,
+        tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1, weights=op.format,
     )  # fmt: skip
+    if FORMATS[op.format].row_scale:
+        found.append(
+            replace(matrix, name=scale_name(op), kind="scale", bytes=matrix.rows * 4)
+        )
     return [*found, matrix, *([_bias(op, matrix)] if op.biased else [])]
 
 
@@ -124,6 +135,6 @@ def _order(part: Part) -> tuple[str, int, int]:
 
 def _record(
     name: str, kind: str, sources: list[PackSource], per_layer: bool, rows: int, columns: int, padded: int, tile_columns: int, size: int,
-    interleave: bool = False,
+    interleave: bool = False, weights: str = PLAIN,
 ) -> PackRecord:  # fmt: skip
-    return PackRecord(name, kind, 0, 0, per_layer, tuple(sources), interleave, rows, columns, padded or columns, tile_columns, size)
+    return PackRecord(name, kind, 0, 0, per_layer, tuple(sources), interleave, rows, columns, padded or columns, tile_columns, size, weights)

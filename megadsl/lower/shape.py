@@ -14,9 +14,10 @@ from megadsl.lower.exchanges import ASYNC, kept_locally, merges_in_cluster, shar
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
-from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
+from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.tiling import tiling
 from megadsl.ops.custom import weight_elements
+from megadsl.ops.formats import FORMATS
 from megadsl.types import PerLayer, round_up
 
 LOG2_E = math.log2(math.e)
@@ -172,7 +173,7 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
     tiles, record, how = tiling(op), packed.find(op.name), schedule.op(op.name)
     words: tuple[int, ...] = (
         record.offset // OFFSET_UNIT, record.layer_stride // OFFSET_UNIT, tiles.groups, tiles.fold, part_shares(op, schedule)[1],
-        op.rows, op.columns, tiles.columns_padded, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name),
+        op.rows, op.columns, tiles.tile_bytes, tiles.tile_columns, tiles.pieces, how.ways, memory.chunk(op.name),
         tiles_together(op, schedule, graph.tokens), how.prefetch.l2_bytes, pass_groups(op, graph, schedule),
     )  # fmt: skip
     found = [Record("mk::LinearShape", ident(op.name), words), *_pause(how)]
@@ -189,6 +190,8 @@ def _linear(op: Linear, graph: Graph, schedule: Schedule, packed: Packed, memory
         found.append(_vector(packed, vector_name(op, arg)))
         if copies_vectors(op, graph, schedule):
             found.append(Record("mk::i32", f"{ident(vector_name(op, arg))}_copy", (memory.offset(copy_name(op, arg)),)))
+    if FORMATS[op.format].row_scale:
+        found.append(_vector(packed, scale_name(op)))
     if op.biased:
         found.append(_vector(packed, bias_name(op)))
     return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadsl.ir.graph import HEAD_PANEL, Linear
+from megadsl.ops.formats import FORMATS
 from megadsl.types import ceil_div, round_up
 
 GROUP_ROWS = 8  # rows per tile; they fill the mma's 16 as two column ranges
 PANEL = HEAD_PANEL  # columns per panel: two k16 steps, one 16-byte load per lane
 MAX_TILE_COLUMNS = 1024  # 8 rows x 1024 bf16 = 16 KB, one ring stage
+MAX_NARROW_COLUMNS = 2048  # of codes of 8 bits and less: more would not fit a lane's registers
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Tiling:
     pieces: int
     tile_columns: int
     fold: int  # row groups that make one group of 8 features
+    panel_bytes: int
 
     @property
     def columns_padded(self) -> int:
@@ -27,7 +30,8 @@ class Tiling:
 
     @property
     def tile_bytes(self) -> int:
-        return GROUP_ROWS * self.tile_columns * 2
+        """Whole units of a bulk copy."""
+        return round_up(self.tile_columns // PANEL * self.panel_bytes, 16)
 
     @property
     def group_bytes(self) -> int:
@@ -48,10 +52,11 @@ class Tiling:
 
 
 def tiling(op: Linear) -> Tiling:
-    """Equal pieces of at most MAX_TILE_COLUMNS, each a whole number of panels: little padding for any column count."""
-    pieces = ceil_div(op.columns, MAX_TILE_COLUMNS)
+    """Equal pieces of at most MAX_TILE_COLUMNS (narrow formats: MAX_NARROW_COLUMNS), each a whole number of panels: little padding for any column count."""
+    weights = FORMATS[op.format]
+    pieces = ceil_div(op.columns, MAX_TILE_COLUMNS if weights.bits > 8 else MAX_NARROW_COLUMNS)
     fold = len(op.parts) if op.epilogue is not None else 1
-    return Tiling(round_up(ceil_div(op.rows, GROUP_ROWS), fold), pieces, round_up(ceil_div(op.columns, pieces), PANEL), fold)
+    return Tiling(round_up(ceil_div(op.rows, GROUP_ROWS), fold), pieces, round_up(ceil_div(op.columns, pieces), PANEL), fold, weights.panel_bytes)
 
 
 def tile_bytes(op: Linear) -> int:

@@ -9,6 +9,7 @@ from megadsl.ir import graph
 from megadsl.ir.expr import arg_names
 from megadsl.ir.spec import Node, Tensor
 from megadsl.ops.base import Cost, Family, Outline, shape_text
+from megadsl.ops.formats import FORMATS, PANEL_COLUMNS, PANEL_ROWS
 from megadsl.types import DType, Lifetime
 
 LINEAR_RANK = declare(
@@ -86,7 +87,9 @@ def _vector_bytes(fused: graph.Fused | None) -> int:
 
 def cost(op: graph.Linear, tokens: int) -> Cost:
     """Matrix and vector weights once, operands and result through the exchange; logits leave as fp32."""
-    weights = op.rows * op.columns * DType.BF16.bytes + _vector_bytes(op.prologue) + _vector_bytes(op.epilogue)
+    panel = FORMATS[op.format]
+    weights = op.rows * op.columns * panel.panel_bytes // (PANEL_ROWS * PANEL_COLUMNS) + (op.rows * DType.F32.bytes if panel.row_scale else 0)
+    weights += _vector_bytes(op.prologue) + _vector_bytes(op.epilogue)
     weights += op.rows * DType.BF16.bytes if op.biased else 0
     read = _operand_features(op.prologue, set()) + _operand_features(op.epilogue, {p.name for p in op.parts})
     written = op.rows * DType.F32.bytes if op.sink else op.out_features * DType.BF16.bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Protocol
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megadsl.ir.expr import Expr
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, ValueRef, WeightRef
+from megadsl.ops.formats import PLAIN
 from megadsl.reference import custom, meaning
+from megadsl.reference.formats import dequantised
 from megadsl.types import at_layer
 
 Observer = Callable[[str, int, Tensor], None]
@@ -90,7 +92,7 @@ class GraphModel:
         self.observe: Observer | None = None
         self._arithmetic = arithmetic
         self._device = torch.device(device)
-        self._weights = {name: arithmetic.store(weights[name].to(self._device, arithmetic.dtype)) for name in checked(graph, weights)}
+        self._weights = {key: arithmetic.store(w.to(arithmetic.dtype)) for key, w in in_format(graph, weights, self._device)}
         self.caches = self._empty()
 
     def _empty(self) -> dict[tuple[str, int], tuple[Tensor, ...]]:
@@ -181,7 +183,7 @@ class GraphModel:
             self.observe(name, layer, run.values[name])
 
     def _weight(self, ref: WeightRef, layer: int) -> Tensor:
-        return self._weights[checkpoint_name(ref, layer)]
+        return self._weights[weight_key(ref, layer)]
 
     def _operand(self, ref: ValueRef | WeightRef, layer: int, run: _Step) -> Tensor:
         if isinstance(ref, WeightRef):
@@ -305,6 +307,12 @@ def checkpoint_name(ref: WeightRef, layer: int) -> str:
     return ref.name.replace("{layer}", str(layer))
 
 
+def weight_key(ref: WeightRef, layer: int) -> str:
+    """Tells a weight from the same one in another format: an output head may be tied to a table of embeddings that stays bf16."""
+    name = checkpoint_name(ref, layer)
+    return name if ref.format == PLAIN else f"{name} as {ref.format}"
+
+
 def _weight_refs(op: Op) -> list[WeightRef]:
     match op:
         case Embed():
@@ -321,9 +329,10 @@ def _weight_refs(op: Op) -> list[WeightRef]:
             return [ref for _, ref in op.weights]
 
 
-def checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of all weights that the graph reads, each once."""
-    shapes = {checkpoint_name(ref, layer): ref.shape for op in graph.ops for ref in _weight_refs(op) for layer in layers_of(op, graph)}
+def in_format(graph: Graph, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """All weights that the graph reads, each once, by :func:`weight_key`: as they are given, or what their format makes of them, in fp32."""
+    refs = {weight_key(ref, layer): (ref, layer) for op in graph.ops for ref in _weight_refs(op) for layer in layers_of(op, graph)}
+    shapes = {checkpoint_name(ref, layer): ref.shape for ref, layer in refs.values()}
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [
         f"{name} has shape {tuple(weights[name].shape)}, not {shape}"
@@ -332,4 +341,5 @@ def checked(graph: Graph, weights: Mapping[str, Tensor]) -> list[str]:
     ]
     if problems:
         raise ValueError("weights do not fit the graph: " + "; ".join(problems))
-    return list(shapes)
+    for key, (ref, layer) in refs.items():
+        yield key, dequantised(ref.format, weights[checkpoint_name(ref, layer)].to(device))

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from megadsl.ir.expr import Arg, Binary, Const, Expr, Reduce, Unary
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, ValueRef, WeightRef
 from megadsl.reference import custom, meaning
-from megadsl.reference.model import checked, checkpoint_name, layers_of, program
+from megadsl.reference.model import in_format, layers_of, program, weight_key
 from megadsl.types import at_layer
 
 Values = dict[str, Tensor]
@@ -46,7 +46,7 @@ class PlainModel:
         self._device = torch.device(device)
         self.ids = torch.zeros(count, dtype=torch.int64, device=self._device)
         self.positions = torch.arange(count // sequences, device=self._device)
-        self._weights = {name: weights[name].to(self._device, torch.bfloat16) for name in checked(graph, weights)}
+        self._weights = {key: w.to(torch.bfloat16) for key, w in in_format(graph, weights, self._device)}
         self._stacked: dict[tuple[str, int], Tensor] = {}
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self.caches = {
@@ -91,7 +91,7 @@ class PlainModel:
         return step
 
     def weight(self, ref: WeightRef, layer: int) -> Tensor:
-        return self._weights[checkpoint_name(ref, layer)]
+        return self._weights[weight_key(ref, layer)]
 
     def stacked(self, op: Linear, layer: int) -> Tensor:
         """The parts of a linear as one matrix."""

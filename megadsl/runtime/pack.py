@@ -18,6 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megadsl.build.cache import cached
 from megadsl.diagnostics import declare, warn
+from megadsl.ops.formats import DEVICE_SCALE, FORMATS, PLAIN
+from megadsl.reference.formats import quantised
 from megadsl.runtime.readahead import read_ahead
 from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate
 from megadsl.types import round_up
@@ -28,9 +30,10 @@ PACK_UNCACHED = declare(
     "free space in the cache folder, or set MEGADSL_CACHE_DIR to one with room",
 )
 
-_FORMAT = "pack-1"  # raise it whenever the bytes below change for equal records
+_FORMAT = "pack-2"  # raise it whenever the bytes below change for equal records
 _TILE_ROWS = 8
 _TILE_COLUMNS = 32  # one mma fragment's columns
+_COPY_UNIT = 16  # bytes
 
 Record = Mapping[str, Any]
 
@@ -144,10 +147,45 @@ def _bar(shown: bool) -> Progress:
 
 
 def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
-    stacked = _stacked(record, sources)
-    padded = stacked.new_zeros(record["rows"], record["columns_padded"])
-    padded[: stacked.shape[0], : stacked.shape[1]] = stacked
-    return _tiles(record, padded).permute(0, 2, 3, 1, 4)
+    if record["format"] == PLAIN:
+        padded = _padded(record, _stacked(record, sources), record["columns_padded"])
+        return _tiles(record, padded, _TILE_COLUMNS).permute(0, 2, 3, 1, 4)
+    return _quantised_matrix(record, sources)
+
+
+def _quantised_matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    """Panel by panel: the codes of its eight rows, then their scales; a tile is filled up to whole units of a bulk copy."""
+    found, made = FORMATS[record["format"]], [quantised(record["format"], w) for w in sources]
+    codes = _padded(record, _stacked(record, [q.codes for q in made]), record["columns_padded"])
+    panels = [_tiles(record, codes if found.bits == 8 else _nibbles(codes), _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)]
+    if found.block:
+        each = _TILE_COLUMNS // found.block * found.scale_bytes
+        rows = [q.scales.contiguous().view(torch.uint8) for q in made if q.scales is not None]
+        scales = _padded(record, _stacked(record, rows), record["columns_padded"] // _TILE_COLUMNS * each)
+        panels.append(_tiles(record, scales, each).permute(0, 2, 3, 1, 4).flatten(3))
+    tiles = torch.cat(panels, 3).flatten(2)
+    filled = tiles.new_zeros(*tiles.shape[:2], round_up(tiles.shape[2], _COPY_UNIT))
+    filled[..., : tiles.shape[2]] = tiles
+    return filled
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes as bytes, four for eight columns: columns 2p and 2p + 1 are the bits from 4p and from 16 + 4p on of a word, so that one
+    shift brings a pair to where it is turned into two bf16."""
+    c = codes.unflatten(1, (-1, 2, 2, 2))  # word, p / 2, p % 2, column % 2
+    return (c[:, :, :, 0] | c[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
+
+
+def _scale(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
+    """fp32. What a format's blocks are scaled by on the device is divided out of it."""
+    rows = [q.row_scales for q in (quantised(record["format"], w) for w in sources) if q.row_scales is not None]
+    return _padded(record, _stacked(record, [scales[:, None] for scales in rows]), 1) * DEVICE_SCALE.get(record["format"], 1.0)
+
+
+def _padded(record: Record, stacked: torch.Tensor, columns: int) -> torch.Tensor:
+    padded = stacked.new_zeros(record["rows"], columns)
+    padded[: stacked.shape[0], : min(columns, stacked.shape[1])] = stacked[:, :columns]
+    return padded
 
 
 def _bias(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
@@ -163,15 +201,15 @@ def _stacked(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(ordered, 1).flatten(0, 1) if record["interleave"] else torch.cat(ordered)
 
 
-def _tiles(record: Record, padded: torch.Tensor) -> torch.Tensor:
-    """(rows, columns_padded) seen as (row group, row, part, fragment, column)."""
+def _tiles(record: Record, padded: torch.Tensor, width: int) -> torch.Tensor:
+    """(rows, elements) seen as (row group, row, part, panel, element), ``width`` elements of a row to a panel."""
     parts = record["columns_padded"] // record["tile_columns"]
-    return padded.view(-1, _TILE_ROWS, parts, record["tile_columns"] // _TILE_COLUMNS, _TILE_COLUMNS)
+    return padded.view(-1, _TILE_ROWS, parts, record["tile_columns"] // _TILE_COLUMNS, width)
 
 
 def _untiled(record: Record, flat: torch.Tensor) -> torch.Tensor:
     padded = flat.new_empty(record["rows"], record["columns_padded"])
-    seen = _tiles(record, padded)
+    seen = _tiles(record, padded, _TILE_COLUMNS)
     seen.copy_(flat.view(*(seen.shape[i] for i in (0, 2, 3, 1, 4))).permute(0, 3, 1, 2, 4))
     return padded[:, : record["columns"]]
 
@@ -212,6 +250,7 @@ def _table(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
 
 _PACK: dict[str, Callable[[Record, list[torch.Tensor]], torch.Tensor]] = {
     "matrix": _matrix,
+    "scale": _scale,
     "bias": _bias,
     "vector": _vector,
     "table": _table,

@@ -161,24 +161,19 @@ MK_DEV void multiply_groups(const B& block, const LaneParts<G, B>& x, Weight wei
     if (group < count) store_partials<0>(block, partials + group * kSums, rows[group], block.warp());
 }
 
-// Where a lane finds its weights of round 0 in a tile.
-template <class B>
-MK_DEV u32 lane_weights(const B& block) {
-  return (block.warp() * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
-}
-
 // A lane's weights of the first `count` tiles of a stage; zeros for the others.
 template <class G, u32 kTiles, class B>
 MK_DEV void load_weights(const B& block, smem_ptr<char> stage, u32 count, u32x4 (&weights)[kTiles][Lane<G, B>::kRounds]) {
-  const smem_ptr<char> from = stage.template at<char>(lane_weights(block));
 #pragma unroll
-  for (u32 i = 0; i < kTiles; ++i)
+  for (u32 i = 0; i < kTiles; ++i) {
+    const typename G::Format from(stage.template at<char>(i * G::kTileBytes), block.warp(), block.lane() / 4, block.lane() % 4);
 #pragma unroll
     for (u32 round = 0; round < Lane<G, B>::kRounds; ++round) {
       const bool panel = (round + 1) * B::kWarps <= G::kPanels || round * B::kWarps + block.warp() < G::kPanels;
       weights[i][round] = u32x4{0, 0, 0, 0};
-      if (i < count && panel) weights[i][round] = ptx::ld_shared<u32x4>(from.template at<u32x4>((i * G::kPanels + round * B::kWarps) * kGroupRows * 64));
+      if (i < count && panel) weights[i][round] = from.load(round * B::kWarps);
     }
+  }
 }
 
 // Like hold_tiles, stage by stage, of which each holds as many tiles as the block has left, up to G::kTogether. The first lies `ahead`

@@ -12,6 +12,7 @@
 // them those of part 1, and so on, and a block gathers the columns of those parts alone that it has row groups of.
 #pragma once
 #include "megadsl/block.h"
+#include "megadsl/formats.h"
 
 namespace mk {
 
@@ -24,7 +25,7 @@ struct LinearShape {
   i32 share_offset;  // of the row groups of all parts of the columns
   i32 rows;          // packed rows that mean something; the rest are zeros
   i32 columns;       // input features
-  i32 columns_padded;
+  i32 tile_bytes;
   i32 tile_columns;
   i32 pieces;        // tiles per row group
   i32 ways;          // parts that the columns are split into, each of whole tiles
@@ -127,18 +128,18 @@ struct TileSums {
 };
 
 // Adds the products of kCount tiles to their sums. Tile i meets the activations from byte i * stride on.
-template <u32 kCount, u32 kPanels, class B>
+template <u32 kCount, class G, class B>
 MK_DEV void multiply_tiles(const B& block, const smem_ptr<char> (&tiles)[kTilesAtOnce], smem_ptr<char> activations, u32 stride,
                            TileSums<B::kTokens> (&sums)[kTilesAtOnce]) {
   constexpr u32 kPanelBytes = kPanel * 2 * B::kTokens;
   const u32 g = block.lane() / 4, q = block.lane() % 4;
 #pragma unroll
-  for (u32 first = 0; first < kPanels; first += B::kWarps) {
+  for (u32 first = 0; first < G::kPanels; first += B::kWarps) {
     const u32 panel = first + block.warp();
-    if (first + B::kWarps > kPanels && panel >= kPanels) break;  // the last round may not have a panel for every warp
+    if (first + B::kWarps > G::kPanels && panel >= G::kPanels) break;  // the last round may not have a panel for every warp
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i)
-      sums[i].multiply(ptx::ld_shared<u32x4>(tiles[i].template at<u32x4>((panel * kGroupRows + g) * 64 + q * 16)),
+      sums[i].multiply(typename G::Format(tiles[i], panel, g, q).load(0),
                        activations.template at<char>(i * stride + panel * kPanelBytes), g, q);
   }
 }
@@ -170,8 +171,8 @@ struct NothingHeld {
 template <class B, class R, class G, u32 kTiles, bool kEverywhere, bool kWhole>
 MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s, Held<G, kTiles, kEverywhere, kWhole, B>& held, u32 warp) {
   const RowGroups own = own_groups(block.cx, s);
-  const u32 tiles = held.count(own), lane_at = (warp * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
-  constexpr u32 kAtOnce = kTiles < R::kStages ? kTiles : R::kStages, kRoundBytes = B::kWarps * kGroupRows * 64;
+  const u32 tiles = held.count(own);
+  constexpr u32 kAtOnce = kTiles < R::kStages ? kTiles : R::kStages;
 #pragma unroll
   for (u32 first = 0; first < kTiles; first += kAtOnce) {
     const u32 count = kEverywhere ? min_u32(kAtOnce, kTiles - first) : min_u32(kAtOnce, tiles - min_u32(first, tiles));
@@ -179,12 +180,12 @@ MK_DEV void hold_tiles(const B& block, R& reader, u32 site, const LinearShape& s
     u32 seen = 0;
 #pragma unroll
     for (u32 i = first; i < kTiles && i < first + kAtOnce; ++i) {
-      const smem_ptr<char> tile = reader.stage(i - first).template at<char>(lane_at);
+      const typename G::Format tile(reader.stage(i - first), warp, block.lane() / 4, block.lane() % 4);
 #pragma unroll
       for (u32 round = 0; round < held.kRounds; ++round) {
         u32x4& w = held.weights[i][round];
         w = u32x4{0, 0, 0, 0};
-        if ((kEverywhere || i < tiles) && has_panel<G, B>(warp, round)) w = ptx::ld_shared<u32x4>(tile.template at<u32x4>(round * kRoundBytes));
+        if ((kEverywhere || i < tiles) && has_panel<G, B>(warp, round)) w = tile.load(round * B::kWarps);
         seen ^= w.w;
       }
     }
@@ -232,9 +233,11 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
 }
 
 // The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk, parts
-// of the columns, chunks of a part, row groups of a pass (all where there is one chunk), and tiles in one stage of the ring.
-template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u, u32 kTogether_ = 1>
+// of the columns, chunks of a part, row groups of a pass (all where there is one chunk), and tiles in one stage of the ring. Format_ is one of formats.h.
+template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u, u32 kTogether_ = 1, class Format_ = Bf16Weights>
 struct Tiles {
+  using Format = Format_;
+  static constexpr u32 kTileBytes = ceil_div(kPanels_ * Format::kPanelBytes, 16) * 16;
   static constexpr u32 kTogether = kTogether_;
   static constexpr u32 kPanels = kPanels_;
   static constexpr u32 kPieces = kPieces_;
@@ -311,10 +314,10 @@ MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape
     if (at.group == first && at.piece == 0) trace(block.cx, Event::kTile, site, tile);
     const smem_ptr<char> x = activations.template at<char>(at.piece * kTileBytes);
     if (kAlwaysAll || count == kTilesAtOnce) {
-      multiply_tiles<kTilesAtOnce, G::kPanels>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
+      multiply_tiles<kTilesAtOnce, G>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
       reader.template release<kTilesAtOnce>();
     } else {
-      multiply_tiles<1, G::kPanels>(block, tiles, x, 0, at.sums);
+      multiply_tiles<1, G>(block, tiles, x, 0, at.sums);
       reader.template release<1>();
     }
     at.piece += count;

@@ -213,7 +213,7 @@ struct Tape {
  private:
   // Of each of the row groups, tiles [index * count, index * count + count); at most `most` bytes of them all.
   MK_DEV void runs(Play kind, u32 site, const LinearShape& s, RowGroups own, u32 index, u32 count, u32 most, u64 policy) {
-    const u32 tile_bytes = u32(s.tile_columns) * kGroupRows * 2, pieces = u32(s.pieces), groups = own.end - own.begin;
+    const u32 tile_bytes = u32(s.tile_bytes), pieces = u32(s.pieces), groups = own.end - own.begin;
     if (own.begin >= own.end) return;
     const bool whole = count == pieces;
     const u32 tile = own.begin * pieces + index * count, bytes = min_u32((whole ? groups : 1) * count * tile_bytes, most);

@@ -229,7 +229,7 @@ struct Input<G, B, InRegisters<Poll>> {
                       Progress<B>& at) const {
     constexpr bool kSingle = G::kPieces == 1;
     constexpr u32 kPair = kTogether<R>, kGroups = kSingle ? kPair : 1, kSums = B::kWarps * B::kTokens * kGroupRows;
-    const u32 warp = panel_warp(block), from = (warp * kGroupRows + block.lane() / 4) * 64 + block.lane() % 4 * 16;
+    const u32 warp = panel_warp(block);
 #pragma unroll 1
     for (u32 group = at.group; group < last; group += kGroups) {
       const u32 groups = min_u32(kGroups, last - group), tile = group * u32(s.pieces) + chunk * G::kPieces;
@@ -242,11 +242,11 @@ struct Input<G, B, InRegisters<Poll>> {
 #pragma unroll
         for (u32 i = 0; i < kPair; ++i) {
           if (i >= count) continue;
-          const smem_ptr<char> stage = reader.wait_stage(site, tile + piece + i, i).template at<char>(from);
+          const typename G::Format stage(reader.wait_stage(site, tile + piece + i, i), warp, block.lane() / 4, block.lane() % 4);
           if (group == first && piece + i == 0) trace(block.cx, Event::kTile, site, tile);
 #pragma unroll
           for (u32 round = 0; round < kRounds; ++round)
-            if (has_panel<G, B>(warp, round)) weights[i][round] = ptx::ld_shared<u32x4>(stage.template at<u32x4>(round * B::kWarps * kGroupRows * 64));
+            if (has_panel<G, B>(warp, round)) weights[i][round] = stage.load(round * B::kWarps);
         }
 #pragma unroll
         for (u32 i = 0; i < kPair; ++i)
