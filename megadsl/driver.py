@@ -13,7 +13,7 @@ from megadsl.check import Report, check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
-from megadsl.dsl.formats import Weights, with_formats
+from megadsl.dsl.formats import Formats, with_formats
 from megadsl.dsl.kernel import Kernel, require_kernel
 from megadsl.dsl.overrides import Overrides, in_scope
 from megadsl.dsl.registry import load
@@ -66,7 +66,7 @@ def compile_model(
     check: bool = True,
     scope: str | None = None,
     schedule: Asked = None,
-    weights: Weights = None,
+    formats: Formats = None,
 ) -> Compiled:
     """Compile a registered model, ``file.py[:function]``, the directory of a Hugging Face checkpoint, or a Kernel object down to
     CUDA text.
@@ -77,15 +77,15 @@ def compile_model(
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
     Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
-    blocks nor on nor weights is given, else the spec's own; "model", the spec's own; "none". weights: formats of the linears' weights, over what the spec says: "nvfp4, lm_head=fp8"
-    (megadsl/dsl/formats.py). Raises MegadslError.
+    blocks nor on nor formats is given, else the spec's own; "model", the spec's own; "none". formats: of the linears'
+    weights, over what the spec says: "nvfp4, lm_head=fp8" (megadsl/dsl/formats.py). Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
-    spec = with_formats(kernel.trace(values, tokens=tokens), weights)
+    spec = with_formats(kernel.trace(values, tokens=tokens), formats)
     target = on or machine(arch)
     named = name if isinstance(model, str) else None
-    as_measured = named == model and config is None and blocks is None and on is None and not weights
+    as_measured = named == model and config is None and blocks is None and on is None and not formats
     chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:

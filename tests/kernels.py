@@ -12,6 +12,7 @@ import torch
 import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.driver import Compiled, compile_model
+from megadsl.dsl.formats import Formats
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
@@ -53,6 +54,7 @@ def compiled(
     sequences: int = 1,
     arch: str = DEFAULT_ARCH,
     on: Machine | None = None,
+    formats: Formats = None,
 ) -> Compiled:
     """A compilation with its own copy of the kernel, so that ``configure`` (the body of mk.schedule) stays with this one."""
     kernel, own = load(model) if isinstance(model, str) else (model, {})
@@ -61,7 +63,8 @@ def compiled(
         with mk.schedule(kernel, arch=arch) as s:
             configure(s)
     own = dict(own if fields is None else fields)
-    found = compile_model(kernel, config=own, arch=arch, tokens=tokens, blocks=blocks, max_kv=max_kv, sequences=sequences, on=on)
+    size: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "max_kv": max_kv, "sequences": sequences}
+    found = compile_model(kernel, config=own, arch=arch, on=on, formats=formats, **size)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
 

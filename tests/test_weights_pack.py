@@ -23,7 +23,7 @@ def matrix(
     sources = [{"weight": w, "rows": n, "order": order, "head_dim": 16, "rotary_dim": rotary} for w, n in weights.items()]
     shape = {"rows": rows, "columns": columns, "columns_padded": padded, "tile_columns": tile, "bytes": rows * padded * 2}
     return {
-        **{"name": name, "kind": "matrix", "offset": 0, "layer_stride": 0, "per_layer": False, "dtype": "bf16"},
+        **{"name": name, "kind": "matrix", "offset": 0, "layer_stride": 0, "per_layer": False, "format": "bf16"},
         **{"sources": sources, "interleave": interleave},
         **shape,
     }

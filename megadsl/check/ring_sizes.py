@@ -9,7 +9,6 @@ from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
 from megadsl.lower.memory import TAPE_ENTRY_BYTES
 from megadsl.lower.shape import CHUNK_ROWS
-from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
 
 ARRIVALS = declare(

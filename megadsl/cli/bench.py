@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Sequences, blocks_on, numbers, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Sequences, blocks_on, numbers, resolve
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -45,6 +45,7 @@ def command(
     sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
 ) -> None:
     """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
 
@@ -58,7 +59,7 @@ def command(
     counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device, arch)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
     rows, size = list[Row](), {"max_kv": room, "sequences": sequences, "blocks": blocks_on(chosen, blocks)}
-    shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, **size}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "formats": formats, **size}
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
         apart = _apart(model, {**shared, "tokens": count}) if beside and baseline is not Baseline.NONE else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def command(
     sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
     seeds: Annotated[
         int, typer.Option("--seeds", min=0, metavar="N", help="Also emulate N schedules under the race detector; for tiny models.")
     ] = 0,
@@ -51,7 +52,10 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.machine import machine
 
-    size, base = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences}, {"config": config, "arch": arch, "schedule": schedule}
+    size, base = (
+        {"tokens": tokens, "max_kv": max_kv, "sequences": sequences},
+        {"config": config, "arch": arch, "schedule": schedule, "formats": formats},
+    )
     shared: dict[str, Any] = {**size, **base, "check": False}
     compiled = compile_model(model, **shared, blocks=blocks)
     report = check_plan(compiled.plan, machine(arch))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Model, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH, machine
 
 EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
@@ -23,6 +23,7 @@ def command(
     sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Prove the plan's synchronisation first; the manifest says whether.")
     ] = True,
@@ -33,7 +34,14 @@ def command(
     """
     from megadsl.driver import compile_model, write_artifacts
 
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences}
+    shared: dict[str, Any] = {
+        "config": config,
+        "arch": arch,
+        "tokens": tokens,
+        "max_kv": max_kv,
+        "sequences": sequences,
+        "formats": formats,
+    }
     compiled = compile_model(model, **shared, blocks=blocks, schedule=schedule, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from megadsl import resources
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Schedule, Sequences, Tokens
 from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
@@ -34,6 +34,7 @@ def command(
     sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option("--diff", metavar="A B", help="What schedule B changes against A: files, or default, model (the spec's own), none."),
@@ -60,6 +61,7 @@ def command(
     from megadsl.lower.explain import rows
 
     shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences, "blocks": blocks}
+    shared["formats"] = formats
     if diff is not None:
         from megadsl.lower.difference import difference
 

@@ -56,6 +56,14 @@ Sequences = Annotated[
     int,
     typer.Option("--sequences", min=1, metavar="N", help="Independent sequences, at most 8, whose new tokens one launch takes: a batch."),
 ]
+Formats = Annotated[
+    str | None,
+    typer.Option(
+        "--formats",
+        metavar="FORMAT,OP=FORMAT,...",
+        help="What weights are in memory: fp8, int8, nvfp4, mxfp4, int4 or bf16; in all layers, or of one linear.",
+    ),
+]
 Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
@@ -43,6 +43,7 @@ def command(
     max_kv: MaxKv = None,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
 ) -> None:
     """Continue a prompt greedily, with one kernel launch for several tokens; of several prompts, up to 8 together in each launch."""
     from megadsl.driver import compile_model
@@ -53,6 +54,7 @@ def command(
 
     chosen, sequences = resolve(device, arch), min(len(prompt), MOST_SEQUENCES)
     shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences}
+    shared["formats"] = formats
     compiled = compile_model(model, **shared, blocks=blocks_on(chosen, blocks), schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl trace llama-tiny --device cpu --out trace"
@@ -35,6 +35,7 @@ def command(
     max_kv: MaxKv = None,
     blocks: Blocks = None,
     schedule: Schedule = None,
+    formats: Formats = None,
 ) -> None:
     """Show where every microsecond of a step of MODEL goes.
 
@@ -49,7 +50,7 @@ def command(
 
     chosen = resolve(device, arch)
     own = blocks_on(chosen, blocks)
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule)
+    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule, formats=formats)
     if rows is None:
         rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - tokens))
     recording = record(compiled, chosen.value, tokens=tokens, rows=rows, steps=steps)

@@ -11,23 +11,23 @@ from megadsl.diagnostics import collecting
 from megadsl.ir.spec import Node, Spec
 from megadsl.ops.formats import FORMAT_OP, FORMAT_UNKNOWN, FORMATS
 
-Weights: TypeAlias = "str | Mapping[str, str] | None"
+Formats: TypeAlias = "str | Mapping[str, str] | None"
 
 
-def with_formats(spec: Spec, weights: Weights) -> Spec:
+def with_formats(spec: Spec, formats: Formats) -> Spec:
     """``spec`` with the weights of its linears in the formats asked for.
 
     "nvfp4": all linears of the layers; "nvfp4, lm_head=fp8": also that one; "o_proj=int8": that one alone; a mapping says the same, with ""
     for all linears of the layers. MK282 for a format and MK283 for a linear that there is not, all at once.
     """
-    asked = dict(weights) if isinstance(weights, Mapping) else _parsed(weights or "")
+    asked = dict(formats) if isinstance(formats, Mapping) else _parsed(formats or "")
     if not asked:
         return spec
     linears = {node.name: node for node in spec.nodes if node.op == "linear"}
     with collecting() as found:
         for op, name in asked.items():
             if name not in FORMATS:
-                found.add(FORMAT_UNKNOWN, spec.span, what="weights", name=name, known=", ".join(FORMATS))
+                found.add(FORMAT_UNKNOWN, spec.span, what=f"formats {_shown(asked)!r}", name=name, known=", ".join(FORMATS))
             if op and op not in linears:
                 found.add(FORMAT_OP, spec.span, asked=_shown(asked), op=op, known=", ".join(linears))
     return replace(spec, nodes=tuple(_formatted(node, asked) for node in spec.nodes))

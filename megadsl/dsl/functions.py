@@ -41,9 +41,7 @@ def input_ids(tokens: int = 1) -> Tensor:
     return tracer.declare(SpecTensor("input_ids", (tokens,), DType.I32, Lifetime.INPUT, span))
 
 
-def weight(
-    name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None
-) -> Tensor:
+def weight(name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None) -> Tensor:
     """A weight that exists once, by its name in the checkpoint (``.weight`` is appended when no ``.weight`` or ``.bias`` ends it).
 
     bf16, (rows, columns) or (length,). ``random`` is mean and standard deviation of its elements where there is no checkpoint (bench,

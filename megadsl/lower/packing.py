@@ -93,9 +93,7 @@ def _records(op: Op) -> list[PackRecord]:
         tiles.tile_columns, tiles.bytes, interleave=op.epilogue is not None and len(op.parts) > 1, weights=op.format,
     )  # fmt: skip
     if FORMATS[op.format].row_scale:
-        found.append(
-            replace(matrix, name=scale_name(op), kind="scale", bytes=matrix.rows * 4)
-        )
+        found.append(replace(matrix, name=scale_name(op), kind="scale", bytes=matrix.rows * 4))
     return [*found, matrix, *([_bias(op, matrix)] if op.biased else [])]
 
 
@@ -137,4 +135,6 @@ def _record(
     name: str, kind: str, sources: list[PackSource], per_layer: bool, rows: int, columns: int, padded: int, tile_columns: int, size: int,
     interleave: bool = False, weights: str = PLAIN,
 ) -> PackRecord:  # fmt: skip
-    return PackRecord(name, kind, 0, 0, per_layer, tuple(sources), interleave, rows, columns, padded or columns, tile_columns, size, weights)
+    return PackRecord(
+        name, kind, 0, 0, per_layer, tuple(sources), interleave, rows, columns, padded or columns, tile_columns, size, weights
+    )

@@ -17,6 +17,7 @@ from megadsl.lower.packing import natural_bytes
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
+from megadsl.ops.formats import PLAIN
 from megadsl.source import Span
 from megadsl.types import KIB, MIB, PerLayer, ceil_div, round_up
 
@@ -26,6 +27,7 @@ CONSUMER_WARPS = 8
 FEWER_WARPS = 4  # where what they leave of an attention would take more than PARTS_SHARE of a block's shared memory
 PARTS_SHARE = 0.6
 LEAST_RING = 48 * KIB  # or where less would be left beside it for the ring
+LEAST_STAGE = 8 * KIB  # smaller copies do not keep HBM busy
 STAGE_BYTES = 16 * KIB  # 240 ns of one lane's time per copy: 16 KB keeps the loader off the critical path
 SMALL_STAGE = 28 * KIB  # three tiles of 576 columns: a copy each would keep the loader on it
 LEAST_SMALL = 4  # of them find room in a block's shared memory; else stages are the usual ones
@@ -130,7 +132,7 @@ def default_schedule(graph: Graph, machine: Machine, *, blocks: int | None, max_
     few = FEWEST_OF_SMALL * machine.sms <= count < FEWEST_BLOCKS * machine.sms
     window = min(WINDOW_BYTES * machine.sms // count // KIB * KIB if few else WINDOW_BYTES, machine.smem_per_block)
     meeting = window if few else MEETING_BYTES
-    stage = SMALL_STAGE if few and machine.smem_per_block >= LEAST_SMALL * SMALL_STAGE else STAGE_BYTES
+    stage = SMALL_STAGE if few and machine.smem_per_block >= LEAST_SMALL * SMALL_STAGE else _stage_bytes(graph)
     small = _loop_bytes(graph) <= SMALL_LAYER
     residual = "block" if small or graph.tokens > FEW_TOKENS else "exchange"
     budget = chunk_budget(machine.arch)
@@ -442,18 +444,27 @@ def _check_rings(graph: Graph, schedule: Schedule, machine: Machine, asked: Over
 
 def _stage_needs(graph: Graph, schedule: Schedule, role: str) -> list[tuple[str, int]]:
     """What the ops that load through this role's ring put into one stage at least."""
-    needs: list[tuple[str, int]] = []
-    for op in graph.ops:
-        if schedule.op(op.name).loader != role:
-            continue
-        if isinstance(op, Linear):
-            needs.append((f"a weight tile of {op.name}", tile_bytes(op)))
-            needs.extend((f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value"))
-        elif isinstance(op, Attention):
-            needs.append((f"a KV chunk of {op.name}", KV_CHUNK * op.cache_dim))
-        elif isinstance(op, Custom):
-            needs.extend((f"weight {name!r} of {op.name}", natural_bytes(ref)) for name, ref in op.weights)
-    return needs
+    return [need for op in graph.ops if schedule.op(op.name).loader == role for need in _op_needs(op)]
+
+
+def _op_needs(op: Op) -> list[tuple[str, int]]:
+    match op:
+        case Linear():
+            vectors = [(f"vector {name!r} of {op.name}", 2 * op.columns) for name, ref in op.prologue.args if not hasattr(ref, "value")]
+            return [(f"a weight tile of {op.name}", tile_bytes(op)), *vectors]
+        case Attention():
+            return [(f"a KV chunk of {op.name}", KV_CHUNK * op.cache_dim)]
+        case Custom():
+            return [(f"weight {name!r} of {op.name}", natural_bytes(ref)) for name, ref in op.weights]
+    return []
+
+
+def _stage_bytes(graph: Graph) -> int:
+    """A stage holds one tile: where all tiles are smaller than those of bf16, so are the stages, so that the ring holds more of them."""
+    if all(op.format == PLAIN for op in graph.ops if isinstance(op, Linear)):
+        return STAGE_BYTES
+    most = max(need for op in graph.ops for _, need in _op_needs(op))
+    return min(STAGE_BYTES, max(LEAST_STAGE, round_up(most, STAGE_UNIT)))
 
 
 def _check_edges(schedule: Schedule, graph: Graph, asked: Overrides, found: Collector) -> None:

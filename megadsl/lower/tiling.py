@@ -52,11 +52,13 @@ class Tiling:
 
 
 def tiling(op: Linear) -> Tiling:
-    """Equal pieces of at most MAX_TILE_COLUMNS (narrow formats: MAX_NARROW_COLUMNS), each a whole number of panels: little padding for any column count."""
+    """Equal pieces of at most MAX_TILE_COLUMNS (MAX_NARROW_COLUMNS), each a whole number of panels: little padding for any column count."""
     weights = FORMATS[op.format]
     pieces = ceil_div(op.columns, MAX_TILE_COLUMNS if weights.bits > 8 else MAX_NARROW_COLUMNS)
     fold = len(op.parts) if op.epilogue is not None else 1
-    return Tiling(round_up(ceil_div(op.rows, GROUP_ROWS), fold), pieces, round_up(ceil_div(op.columns, pieces), PANEL), fold, weights.panel_bytes)
+    return Tiling(
+        round_up(ceil_div(op.rows, GROUP_ROWS), fold), pieces, round_up(ceil_div(op.columns, pieces), PANEL), fold, weights.panel_bytes
+    )
 
 
 def tile_bytes(op: Linear) -> int:

@@ -88,7 +88,9 @@ def _vector_bytes(fused: graph.Fused | None) -> int:
 def cost(op: graph.Linear, tokens: int) -> Cost:
     """Matrix and vector weights once, operands and result through the exchange; logits leave as fp32."""
     panel = FORMATS[op.format]
-    weights = op.rows * op.columns * panel.panel_bytes // (PANEL_ROWS * PANEL_COLUMNS) + (op.rows * DType.F32.bytes if panel.row_scale else 0)
+    weights = op.rows * op.columns * panel.panel_bytes // (PANEL_ROWS * PANEL_COLUMNS) + (
+        op.rows * DType.F32.bytes if panel.row_scale else 0
+    )
     weights += _vector_bytes(op.prologue) + _vector_bytes(op.epilogue)
     weights += op.rows * DType.BF16.bytes if op.biased else 0
     read = _operand_features(op.prologue, set()) + _operand_features(op.epilogue, {p.name for p in op.parts})

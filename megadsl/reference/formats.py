@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ class Quantised:
 
 
 def quantised(name: str, weight: Tensor) -> Quantised:
-    """A matrix (rows, columns) of any float type in the format ``name``, rounded to nearest, ties to even. Columns are filled up with zeros to whole
-    blocks. NaN and infinities are not allowed for."""
+    """A matrix (rows, columns) of any float type in the format ``name``, rounded to nearest, ties to even. Columns are filled up with
+    zeros to whole blocks. NaN and infinities are not allowed for."""
     found, w = FORMATS[name], weight.float()
     if found.block:
         w = torch.nn.functional.pad(w, (0, round_up(w.shape[1], found.block) - w.shape[1]))
@@ -42,11 +43,12 @@ def operands(name: str, q: Quantised) -> Tensor:
     if q.scales is None:
         return values
     scales = _SCALES[name](q.scales).repeat_interleave(FORMATS[name].block, 1)
-    return (values * scales).to(torch.bfloat16).float()
+    found: Tensor = (values * scales).to(torch.bfloat16).float()
+    return found
 
 
 def dequantised(name: str, weight: Tensor) -> Tensor:
-    """The matrix that a linear of format ``name`` multiplies by in place of ``weight``: fp32 of its shape, or ``weight`` itself for bf16."""
+    """The matrix that a linear of format ``name`` multiplies by in place of ``weight``: fp32 of its shape, or itself for bf16."""
     if name == "bf16":
         return weight
     q = quantised(name, weight)
@@ -55,7 +57,8 @@ def dequantised(name: str, weight: Tensor) -> Tensor:
 
 
 def _blocks(w: Tensor, block: int) -> Tensor:
-    return w.unflatten(1, (-1, block))
+    found: Tensor = w.unflatten(1, (-1, block))
+    return found
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ def _int4(w: Tensor, found: WeightFormat) -> Quantised:
 
 def _e2m1(x: Tensor) -> Tensor:
     """Codes of the nearest E2M1 numbers, ties to even codes; what is larger than 6 becomes 6."""
-    steps = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)], device=x.device)
+    steps = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=x.device)
     size = x.abs().contiguous()
     up, down = torch.bucketize(size, steps, right=True), torch.bucketize(size, steps)  # they differ in the middle between two numbers
     codes = torch.where(up % 2 == 0, up, down)

@@ -330,7 +330,7 @@ def _weight_refs(op: Op) -> list[WeightRef]:
 
 
 def in_format(graph: Graph, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """All weights that the graph reads, each once, by :func:`weight_key`: as they are given, or what their format makes of them, in fp32."""
+    """All weights that the graph reads, each once, by :func:`weight_key`: as given, or what their format makes of them, in fp32."""
     refs = {weight_key(ref, layer): (ref, layer) for op in graph.ops for ref in _weight_refs(op) for layer in layers_of(op, graph)}
     shapes = {checkpoint_name(ref, layer): ref.shape for ref, layer in refs.values()}
     problems = [f"{name} is missing" for name in shapes if name not in weights]

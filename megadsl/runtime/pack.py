@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megadsl.build.cache import cached
 from megadsl.diagnostics import declare, warn
 from megadsl.ops.formats import DEVICE_SCALE, FORMATS, PLAIN
-from megadsl.reference.formats import quantised
+from megadsl.reference.formats import Quantised, quantised
 from megadsl.runtime.readahead import read_ahead
 from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate
 from megadsl.types import round_up
@@ -150,14 +150,17 @@ def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
     if record["format"] == PLAIN:
         padded = _padded(record, _stacked(record, sources), record["columns_padded"])
         return _tiles(record, padded, _TILE_COLUMNS).permute(0, 2, 3, 1, 4)
-    return _quantised_matrix(record, sources)
+    return arranged(record, [quantised(record["format"], w) for w in sources])
 
 
-def _quantised_matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
-    """Panel by panel: the codes of its eight rows, then their scales; a tile is filled up to whole units of a bulk copy."""
-    found, made = FORMATS[record["format"]], [quantised(record["format"], w) for w in sources]
+def arranged(record: Record, made: list[Quantised]) -> torch.Tensor:
+    """The tiles (row group, part, bytes) of a matrix: panel by panel the codes of eight rows, then their scales; filled up to whole units of
+    a bulk copy."""
+    found = FORMATS[record["format"]]
     codes = _padded(record, _stacked(record, [q.codes for q in made]), record["columns_padded"])
-    panels = [_tiles(record, codes if found.bits == 8 else _nibbles(codes), _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)]
+    panels = [
+        _tiles(record, codes if found.bits == 8 else _nibbles(codes), _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)
+    ]
     if found.block:
         each = _TILE_COLUMNS // found.block * found.scale_bytes
         rows = [q.scales.contiguous().view(torch.uint8) for q in made if q.scales is not None]
@@ -173,7 +176,8 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
     """4-bit codes as bytes, four for eight columns: columns 2p and 2p + 1 are the bits from 4p and from 16 + 4p on of a word, so that one
     shift brings a pair to where it is turned into two bf16."""
     c = codes.unflatten(1, (-1, 2, 2, 2))  # word, p / 2, p % 2, column % 2
-    return (c[:, :, :, 0] | c[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
+    found: torch.Tensor = (c[:, :, :, 0] | c[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
+    return found
 
 
 def _scale(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:

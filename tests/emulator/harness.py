@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 # Kernels that are one library; a launch says which. The tests of the race detector name the lines of the first.
-TOGETHER = ("detector", "cluster", "exchange", "faults", "mma_loop", "payloads", "pipeline", "ring", "units")
+TOGETHER = ("detector", "cluster", "exchange", "faults", "formats", "mma_loop", "payloads", "pipeline", "ring", "units")
 WORDS = 32  # of Shape, whatever a kernel reads of them
 
 

@@ -20,7 +20,7 @@ SOURCE = (Path(__file__).parent / "probe.cu").read_text()
 
 def manifest(blocks: int = 3) -> dict[str, Any]:
     table = {
-        **{"name": "embed", "kind": "table", "offset": 0, "layer_stride": 0, "per_layer": False, "dtype": "bf16", "interleave": False},
+        **{"name": "embed", "kind": "table", "offset": 0, "layer_stride": 0, "per_layer": False, "format": "bf16", "interleave": False},
         **{"sources": [{"weight": "w", "rows": VOCAB, "order": "natural", "head_dim": 0}]},
         **{"rows": VOCAB, "columns": 1, "columns_padded": 1, "tile_columns": 1, "bytes": 2 * VOCAB},
     }
