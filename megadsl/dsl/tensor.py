@@ -205,9 +205,7 @@ class Layer:
     def close(self) -> None:
         self._open = False
 
-    def weight(
-        self, name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None
-    ) -> Tensor:
+    def weight(self, name: str, shape: int | tuple[int, ...], dtype: str | DType = DType.BF16, *, random: Drawn | None = None) -> Tensor:
         """The weight ``<prefix>.<layer>.<name>.weight`` of the checkpoint, bf16, of shape (rows, columns) or (length,).
 
         ``random``: mean and standard deviation of its elements where there is no checkpoint, as of mk.weight. MK101 unknown dtype,

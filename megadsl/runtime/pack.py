@@ -154,8 +154,8 @@ def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
 
 
 def arranged(record: Record, made: list[Quantised]) -> torch.Tensor:
-    """The tiles (row group, part, bytes) of a matrix: panel by panel the codes of eight rows, then their scales; filled up to whole units of
-    a bulk copy."""
+    """The tiles (row group, part, bytes) of a matrix: panel by panel the codes of eight rows, then their scales; filled up to whole
+    units of a bulk copy."""
     found = FORMATS[record["format"]]
     codes = _padded(record, _stacked(record, [q.codes for q in made]), record["columns_padded"])
     panels = [
