@@ -61,25 +61,30 @@ def _blocks(w: Tensor, block: int) -> Tensor:
     return found
 
 
+def _over(a: Tensor, b: float) -> Tensor:
+    """a / b, rounded once on every device: by a number, torch multiplies by its reciprocal on a GPU."""
+    return a / torch.full_like(a, b)
+
+
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, 0 where b is."""
     return torch.where(b == 0, torch.zeros_like(a), a / torch.where(b == 0, torch.ones_like(b), b))
 
 
 def _fp8(w: Tensor, found: WeightFormat) -> Quantised:
-    rows = w.abs().amax(1) / E4M3_MAX
+    rows = _over(w.abs().amax(1), E4M3_MAX)
     return Quantised(_ratio(w, rows[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), None, rows)
 
 
 def _int8(w: Tensor, found: WeightFormat) -> Quantised:
-    rows = w.abs().amax(1) / INT8_MAX
+    rows = _over(w.abs().amax(1), INT8_MAX)
     return Quantised(_ratio(w, rows[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8), None, rows)
 
 
 def _nvfp4(w: Tensor, found: WeightFormat) -> Quantised:
     """The tensor's scale lets the largest block's be the largest E4M3 number."""
-    whole = w.abs().amax() / (E2M1_MAX * E4M3_MAX)
-    most = _blocks(w, found.block).abs().amax(2) / E2M1_MAX
+    whole = _over(w.abs().amax()[None], E2M1_MAX * E4M3_MAX)
+    most = _over(_blocks(w, found.block).abs().amax(2), E2M1_MAX)
     scales = _ratio(most, whole.expand_as(most)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     codes = _e2m1(_ratio(_blocks(w, found.block), (scales.float() * whole)[:, :, None])).flatten(1)
     return Quantised(codes, scales.view(torch.uint8), whole.expand(len(w)).contiguous())
@@ -94,7 +99,7 @@ def _mxfp4(w: Tensor, found: WeightFormat) -> Quantised:
 
 
 def _int4(w: Tensor, found: WeightFormat) -> Quantised:
-    scales = (_blocks(w, found.block).abs().amax(2) / INT4_MAX).to(torch.bfloat16)
+    scales = _over(_blocks(w, found.block).abs().amax(2), INT4_MAX).to(torch.bfloat16)
     codes = _ratio(_blocks(w, found.block), scales.float()[:, :, None]).round().clamp(-INT4_MAX - 1, INT4_MAX)
     return Quantised((codes.to(torch.int8) & 0xF).flatten(1).view(torch.uint8), scales, None)
 

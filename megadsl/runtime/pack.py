@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,8 @@ def arranged(record: Record, made: list[Quantised]) -> torch.Tensor:
     units of a bulk copy."""
     found = FORMATS[record["format"]]
     codes = _padded(record, _stacked(record, [q.codes for q in made]), record["columns_padded"])
-    panels = [
-        _tiles(record, codes if found.bits == 8 else _nibbles(codes), _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)
-    ]
+    words = WORDS[record["format"]](codes)
+    panels = [_tiles(record, words, _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)]
     if found.block:
         each = _TILE_COLUMNS // found.block * found.scale_bytes
         rows = [q.scales.contiguous().view(torch.uint8) for q in made if q.scales is not None]
@@ -172,12 +172,26 @@ def arranged(record: Record, made: list[Quantised]) -> torch.Tensor:
     return filled
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes as bytes, four for eight columns: columns 2p and 2p + 1 are the bits from 4p and from 16 + 4p on of a word, so that one
-    shift brings a pair to where it is turned into two bf16."""
-    c = codes.unflatten(1, (-1, 2, 2, 2))  # word, p / 2, p % 2, column % 2
-    found: torch.Tensor = (c[:, :, :, 0] | c[:, :, :, 1] << 4).transpose(2, 3).flatten(1)
-    return found
+def _placed(codes: torch.Tensor, places: Sequence[tuple[tuple[int, int, int], ...]]) -> torch.Tensor:
+    """Codes (rows, columns) as bytes of 32-bit words. ``places`` has for each pair of columns of a word from where to where in a half
+    of it the bits of a code go, as (first bit of the code, how many, first bit of the half); the even column's half is the low one."""
+    pairs = codes.int().unflatten(1, (-1, len(places), 2))  # word, pair, half
+    halves = sum(
+        ((pairs[:, :, pair] >> first & (1 << count) - 1) << at for pair, moved in enumerate(places) for first, count, at in moved),
+        torch.zeros_like(pairs[:, :, 0]),
+    )
+    return halves.to(torch.int16).flatten(1).view(torch.uint8)
+
+
+# Where bits of codes lie, so that formats.h brings them to their place in two bf16 with few shifts (most of them to the left).
+_E4M3 = (((7, 1, 15), (0, 7, 0)), ((7, 1, 14), (0, 7, 7)))
+_E2M1 = (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0)))
+_BYTES = (((0, 8, 0),), ((0, 8, 8),))
+_NIBBLES = tuple(((0, 4, 4 * pair),) for pair in range(4))
+WORDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    name: partial(_placed, places=places)
+    for name, places in {"fp8": _E4M3, "int8": _BYTES, "nvfp4": _E2M1, "mxfp4": _E2M1, "int4": _NIBBLES}.items()
+}
 
 
 def _scale(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:

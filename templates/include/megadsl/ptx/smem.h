@@ -117,6 +117,13 @@ MK_SHARED(u64, "u64", "l")
 #undef MK_SHARED
 
 template <>
+MK_PTX u8 ld_shared<u8>(smem_ptr<u8> p) {
+  u16 v;  // the smallest register
+  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(p.address));
+  return static_cast<u8>(v);
+}
+
+template <>
 MK_PTX u32x2 ld_shared<u32x2>(smem_ptr<u32x2> p) {
   u32x2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p.address));
