@@ -170,7 +170,7 @@ def test_under_a_schedule(case: str) -> None:
 
 
 def test_without_races() -> None:
-    made = kernels()[key("llama-tiny", "nvfp4", 1, 3)]
+    made = compiled("llama-tiny", tokens=1, blocks=3, formats="nvfp4, lm_head=fp8", max_kv=64)
     bench = Bench(made, defines={DETECT: "1"}, seed=2)
     bench.play(steps(made, [(0, 1), (17, 1)]))
     assert bench.program.report is not None and not bench.program.report.races

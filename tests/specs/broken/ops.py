@@ -351,3 +351,10 @@ def depth(cfg: Any, tokens: int = 1) -> mk.Tensor:
     return head(mk.map(text, x=x))
     # MK211 `mk.map(` | the expression is nested deeper than 200 levels | split it into several mk.map calls
     # mend: * 300 + "x" + ")" * 300 => * 2 + "x" + ")" * 2
+
+
+@mk.kernel
+def format_unknown(cfg: Any, tokens: int = 1) -> mk.Tensor:
+    return head(mk.linear(start(tokens), square("w"), format="fp7"))
+    # MK282 `mk.linear(` | linear 'w': there is no format 'fp7' of weights | bf16, fp8, int8, nvfp4, mxfp4, int4
+    # mend: format="fp7" => format="fp8"
