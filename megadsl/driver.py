@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
-from megadsl.build.cache import SmallEntries
-from megadsl.check import Report, check_plan
+from megadsl.build.proofs import prove
+from megadsl.check.report import Report
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
@@ -18,6 +18,7 @@ from megadsl.dsl.overrides import Overrides, in_scope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
+from megadsl.entries import SmallEntries
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.plan import Plan
 from megadsl.ir.plan_text import print_plan
@@ -72,10 +73,11 @@ def compile_model(
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. sequences: independent ones (1 to 8), each
     with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
-    check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
-    Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
-    blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
+    check: prove the plan's synchronisation, unless this very plan was proved before, and raise what does not hold. scope: what one
+    launch runs, in place of what the schedule says: "step" or "op"; of the latter, decisions that are for whole steps alone do not
+    count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch
+    and tokens if there is one and neither config nor blocks nor on is given, else the spec's own; "model", the spec's own; "none".
+    Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
@@ -88,7 +90,7 @@ def compile_model(
     if scope is not None:
         overrides = in_scope(overrides, scope, kernel.span)
     state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, overrides=overrides, between=between)
-    report = check_plan(state.plan, target) if check else None
+    report = prove(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
     manifest = _manifest(name, state, target, chosen, report is not None)

@@ -9,7 +9,7 @@ import pytest
 from lower_tools import GPU
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited
 from megadsl.check.mutants import plan_mutants, score_plan
 from megadsl.diagnostics import MegadslError

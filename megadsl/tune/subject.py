@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megadsl.build.cache import digest
 from megadsl.build.host import build_library
 from megadsl.build.nvcc import NVCC_FAILED, build_cubin
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model, load_model
 from megadsl.dsl.chosen import choose
 from megadsl.dsl.overrides import Decision, Override, Overrides, SetRing, SetSync, recorded
+from megadsl.entries import digest
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.contest_kinds import REFUSED, Kernel
