@@ -75,9 +75,9 @@ def compile_model(
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation, unless this very plan was proved before, and raise what does not hold. scope: what one
     launch runs, in place of what the schedule says: "step" or "op"; of the latter, decisions that are for whole steps alone do not
-    count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch
-    and tokens if there is one and neither config nor blocks nor on is given, else the spec's own; "model", the spec's own; "none".
-    Raises MegadslError.
+    count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch,
+    tokens and sequences if there is one and neither config nor blocks nor on is given, else the spec's own; "model", the spec's own;
+    "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
@@ -85,7 +85,7 @@ def compile_model(
     target = on or machine(arch)
     named = name if isinstance(model, str) else None
     as_measured = named == model and config is None and blocks is None and on is None
-    chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
+    chosen = choose(schedule, named, kernel, target.arch, tokens, sequences, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:
         overrides = in_scope(overrides, scope, kernel.span)
