@@ -86,9 +86,7 @@ def command(
         stand.close()
     if out is not None:
         write_result(out, tuned(subject, lengths, result, known))
-    typer.echo("\n".join(_lines(result)))
-    if out is not None:
-        typer.echo(f"written to {out}")
+    typer.echo("\n".join([*_lines(result), *([f"written to {out}"] if out is not None else [])]))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
