@@ -117,6 +117,7 @@ def test_a_launch_that_is_given_up_leaves_no_trace() -> None:
 
 def test_the_checker_knows_how_parts_travel() -> None:
     plan = compiled("llama-tiny", blocks=6, configure=clustered(2)).plan
+    assert any("at the scope of the GPU, Async at the scope of a cluster;" in line for line in check_plan(plan, GPU).proved)
     verdicts = score_plan(plan, GPU)
     assert [v.name for v in verdicts if v.survived] == []
     killed = {v.name: v.code for v in verdicts}
