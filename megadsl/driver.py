@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megadsl.build.artifacts import write_artifacts as _write
-from megadsl.build.cache import SmallEntries
-from megadsl.check import Report, check_plan
+from megadsl.build.proofs import prove
+from megadsl.check.report import Report
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.checkpoints import is_checkpoint, load_checkpoint
 from megadsl.dsl.chosen import Asked, Chosen, choose
@@ -19,6 +19,7 @@ from megadsl.dsl.overrides import Overrides, in_scope
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import require_counts
 from megadsl.emit import emit
+from megadsl.entries import SmallEntries
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.plan import Plan
 from megadsl.ir.plan_text import print_plan
@@ -74,11 +75,12 @@ def compile_model(
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. sequences: independent ones (1 to 8), each
     with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
-    check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
-    Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
-    blocks nor on nor formats is given, else the spec's own; "model", the spec's own; "none". formats: of the linears'
-    weights, over what the spec says: "nvfp4, lm_head=fp8" (megadsl/dsl/formats.py). Raises MegadslError.
+    check: prove the plan's synchronisation, unless this very plan was proved before, and raise what does not hold. scope: what one
+    launch runs, in place of what the schedule says: "step" or "op"; of the latter, decisions that are for whole steps alone do not
+    count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch,
+    tokens and sequences if there is one and neither config nor blocks nor on nor formats is given, else the spec's own; "model", the spec's
+    own; "none". formats: of the linears' weights, over what the spec says: "nvfp4, lm_head=fp8" (megadsl/dsl/formats.py). Raises
+    MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)
@@ -86,12 +88,12 @@ def compile_model(
     target = on or machine(arch)
     named = name if isinstance(model, str) else None
     as_measured = named == model and config is None and blocks is None and on is None and not formats
-    chosen = choose(schedule, named, kernel, target.arch, tokens, as_measured=as_measured)
+    chosen = choose(schedule, named, kernel, target.arch, tokens, sequences, as_measured=as_measured)
     overrides = chosen.overrides
     if scope is not None:
         overrides = in_scope(overrides, scope, kernel.span)
     state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, overrides=overrides, between=between)
-    report = check_plan(state.plan, target) if check else None
+    report = prove(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
     manifest = _manifest(name, state, target, chosen, report is not None)

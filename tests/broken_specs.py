@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import Diagnostic, MegadslError
 from megadsl.dsl.registry import load
 from megadsl.lower.pipeline import lower

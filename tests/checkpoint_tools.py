@@ -28,6 +28,9 @@ QWEN2 = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = LLAMA3 | {"original_max_position_embeddings": 1024}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+PAIRS = range(32)
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.5}
+LONG |= {"short_factor": [1.0 + i / 40 for i in PAIRS], "long_factor": [1.0 + i * i / 30 for i in PAIRS]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -58,6 +61,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4, "rope_parameters": plain()}),
     "qwen2-untied": ("Qwen2", QWEN2 | {"tie_word_embeddings": False, "rope_parameters": plain(1e6)}),
     "phi3": ("Phi3", WIDE | {"rope_parameters": plain() | {"partial_rotary_factor": 0.5}, "sliding_window": 24}),
+    "phi3-long": ("Phi3", WIDE | {"rope_parameters": LONG, "original_max_position_embeddings": 4096, "sliding_window": None}),
     "gemma": ("Gemma", SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "rope_parameters": plain()}),
     "gemma2": (
         "Gemma2",

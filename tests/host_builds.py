@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megadsl.build import host
-from megadsl.build.cache import cache_root
+from megadsl.entries import cache_root
 
 MOST = 130  # a build is some ten seconds of a core: these are two thirds of what the tests take
 _KEY = "host_builds"

@@ -14,8 +14,8 @@ import pytest
 import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.build.nvcc import build_cubin
-from megadsl.check import check_plan
 from megadsl.check.budgets import needed_features
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import models

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megadsl.build.cache import SmallEntries, cache_root, cached, digest, headers_digest
+from megadsl.build.cache import cached, headers_digest
 from megadsl.diagnostics import MegadslWarning
 from megadsl.driver import compile_model
 from megadsl.emit import emit
+from megadsl.entries import SmallEntries, cache_root, digest
 
 # A process that asks for one entry; each build adds a line to the log and takes a while, in two writes.
 WORKER = """
@@ -154,6 +155,15 @@ def test_small_entries_are_kept_where_the_cache_can_be_written(tmp_path: Path, m
     entries.store(["a", b"b"], b"made")
     assert entries.load(["a", b"b"]) == b"made" and entries.load(["ab"]) is None and SmallEntries(".other").load(["a", b"b"]) is None
     assert [path.name.startswith(".") for path in cache_root().iterdir()] == [False]
+    (entry,) = cache_root().iterdir()
+    whole = entry.read_bytes()
+    entries.store(["c"], b"another")
+    (other,) = set(cache_root().iterdir()) - {entry}
+    for damaged in (whole[:-1], whole.replace(b"made", b"mad3"), b"made", b"", other.read_bytes()):
+        entry.write_bytes(damaged)
+        assert entries.load(["a", b"b"]) is None
+    entry.write_bytes(whole)
+    assert entries.load(["a", b"b"]) == b"made"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGADSL_CACHE_DIR", str(tmp_path / "file"))  # no folder, and none can be made
     entries.store(["a", b"b"], b"made")

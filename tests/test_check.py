@@ -14,10 +14,11 @@ from schedules import everywhere, gated, kv_loader
 
 import megadsl as mk
 from megadsl import cli
-from megadsl.check import Report, check_plan
 from megadsl.check.areas import JOINT
+from megadsl.check.checker import check_plan
 from megadsl.check.clocks import unrolled
 from megadsl.check.model import Device, attention_unit, evaluate
+from megadsl.check.report import Report
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import compile_model
 from megadsl.lower.programs import instructions
@@ -83,7 +84,7 @@ def found_something() -> Report:
 
 
 def test_compile_refuses_what_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megadsl.driver.check_plan", lambda *_: found_something())
+    monkeypatch.setattr("megadsl.driver.prove", lambda *_: found_something())
     with pytest.raises(MegadslError) as refused:
         compile_model("llama-tiny", blocks=5)
     assert refused.value.code == "MK500"
@@ -92,7 +93,7 @@ def test_compile_refuses_what_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_the_command_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    monkeypatch.setattr("megadsl.check.check_plan", lambda *_: found_something())
+    monkeypatch.setattr("megadsl.check.checker.check_plan", lambda *_: found_something())
     monkeypatch.setattr(sys, "argv", ["megadsl", "check", "llama-tiny", *options])
     with pytest.raises(SystemExit) as exit_:
         cli.main()

@@ -15,7 +15,8 @@ from lower_tools import GPU
 from schedules import LINEARS, everywhere, gated
 
 import megadsl as mk
-from megadsl.check import check_plan, shares
+from megadsl.check import shares
+from megadsl.check.checker import check_plan
 from megadsl.check.clocks import check_exchanges
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
 from megadsl.check.model import Device

@@ -13,8 +13,9 @@ import torch
 
 from megadsl.diagnostics import Collector, Diagnostic, MegadslError
 from megadsl.driver import compile_model
-from megadsl.dsl.checkpoints import load_checkpoint
-from megadsl.ir.graph import Rope, RopeScaling
+from megadsl.dsl.checkpoints import load_checkpoint, rope_fields
+from megadsl.dsl.registry import load
+from megadsl.ir.graph import LongRope, Rope, RopeScaling
 from megadsl.ops.rope import rope_scaling
 from megadsl.runtime.generate import Generator
 from megadsl.runtime.pack import pack_weights
@@ -37,6 +38,7 @@ CONFIG: dict[str, Any] = {
 }
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 64, "num_key_value_heads": 1}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": True}
+LONG = {"type": "su", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 4096, "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -80,6 +82,10 @@ def findings(path: Path) -> list[Diagnostic]:
         ("MK253", "rope_scaling", YARN | {"beta_fast": 0.5}, "beta_fast above beta_slow", "beta_fast"),
         ("MK253", "rope_scaling", YARN | {"mscale": "1"}, "needs mscale", "mscale"),
         ("MK253", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "needs original_max", "original_max_position_embeddings"),
+        ("MK253", "rope_scaling", LONG | {"long_factor": None}, "needs long_factor, a number above 0 for each pair", "long_factor"),
+        ("MK253", "rope_scaling", LONG | {"short_factor": [1.0, 0.0]}, "and has [1.0, 0.0]", "short_factor"),
+        ("MK253", "rope_scaling", LONG | {"original_max_position_embeddings": 1}, "a number above 1", "original_max_position_embeddings"),
+        ("MK253", "rope_scaling", LONG | {"attention_factor": -1}, "needs attention_factor", "attention_factor"),
     ],
 )
 def test_what_a_config_asks_for(code: str, key: str, value: Any, words: str, mend: str, tmp_path: Path) -> None:
@@ -227,6 +233,40 @@ def test_what_yarn_multiplies_by(fields: dict[str, float], amplitude: float) -> 
     found = Collector()
     scaling = rope_scaling(YARN | fields, found, UNKNOWN)
     assert scaling is not None and scaling.amplitude == pytest.approx(amplitude) and (scaling.low, scaling.high) == (1.0, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "factor", "amplitude"),
+    [
+        ({}, 16.0, math.sqrt(1 + math.log(16) / math.log(4096))),  # 65536 positions for 4096
+        ({"factor": 4.0}, 4.0, math.sqrt(1 + math.log(4) / math.log(4096))),
+        ({"factor": 1.0}, 1.0, 1.0),
+        ({"attention_factor": 1.25}, 16.0, 1.25),
+        ({"type": "longrope"}, 16.0, math.sqrt(1 + math.log(16) / math.log(4096))),
+    ],
+)
+def test_longrope_as_it_is_written(given: dict[str, Any], factor: float, amplitude: float) -> None:
+    """Under its first name too; where a config.json has no factor, it is the quotient of the longest texts."""
+    lists = {"type": "su", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    raw = {"rope_scaling": lists | given, "original_max_position_embeddings": 4096, "max_position_embeddings": 65536}
+    found = Collector()
+    scaling = rope_scaling(rope_fields(raw)[1], found, UNKNOWN)
+    assert not found.found and isinstance(scaling, LongRope)
+    assert scaling.factor == factor and scaling.positions == 4096 and scaling.amplitude == pytest.approx(amplitude)
+    plain = Rope(64, 1e4, "half").frequencies
+    near, far = (Rope(64, 1e4, "half", scaling).within(rows) for rows in (4096, 4097))
+    assert near.frequencies == plain and far.frequencies == tuple(f / 2 for f in plain) and near.amplitude == far.amplitude
+    assert far.within(100) == far
+
+
+def test_longrope_of_another_head() -> None:
+    scaling = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 32}
+    kernel, fields = load("llama-tiny")
+    with pytest.raises(MegadslError) as raised:
+        compile_model(kernel, config={**fields, "rope_scaling": scaling | {"long_factor": [1.0] * 31}})
+    (found,) = {str(d): d for d in raised.value.diagnostics}.values()
+    assert found.code == "MK253" and "long_factor, a number above 0 for each of 32 pairs of features, and has 31 of them" in found.message
+    assert found.span.text.lstrip().startswith("q, k = mk.rope(") and found.mend == "give long_factor in scaling="
 
 
 # Weights
@@ -383,7 +423,7 @@ def test_a_spec_that_rotates_otherwise(tmp_path: Path) -> None:
     folder_of(tmp_path, rope_scaling=LLAMA3)
     write_weights(tmp_path)
     rope = {"head_dim": 64, "theta": 1e4, "style": "half", "scaling": None, "rotary_dim": 64}
-    probe = SimpleNamespace(manifest={"model": "x", "rope": rope, "sequences": 1})
+    probe = SimpleNamespace(manifest={"model": "x", "rope": rope, "sequences": 1, "max_kv": 64})
     with pytest.raises(MegadslError) as raised:
         Generator(probe, tmp_path, "cpu")
     (found,) = raised.value.diagnostics

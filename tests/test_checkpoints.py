@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from megadsl import cli
-from megadsl.driver import Compiled, compile_model
+from megadsl.diagnostics import MegadslError
+from megadsl.driver import DEFAULT_MAX_KV, Compiled, compile_model
 from megadsl.dsl.checkpoints import load_checkpoint
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.graph import Attention, Graph, Linear, Op, Rope
 from megadsl.reference import ReferenceModel
-from megadsl.runtime.generate import Generator
+from megadsl.runtime.generate import Generator, check_rope
+from megadsl.runtime.kv import rope_of
 from megadsl.runtime.weights import open_weights
 from tests.checkpoint_tools import FAMILIES, FAR, saved
 from tests.kernels import FACTOR, SLACK, compiled, distance, one_build
@@ -112,6 +114,28 @@ def test_logits_are_those_of_transformers(family: str, checkpoints: dict[str, Ch
     assert (distance(reference_logits(unscaled(ours.graph), folder, "fp32"), theirs) > 0.1) == scaled
     logits = Generator(ours, folder, "cpu").step(IDS, POSITIONS)
     assert distance(logits, theirs) <= FACTOR * distance(rounded, theirs) + SLACK
+
+
+def test_longrope_is_that_of_the_longest_text(checkpoints: dict[str, Checkpoint]) -> None:
+    """A cache that ends where the short factors do has those, as transformers has for such texts; a longer one the long factors, for short
+    texts too; and a kernel of the one is not taken for the other's."""
+    model, folder, ours = checkpoints["phi3-long"].model, checkpoints["phi3-long"].folder, checkpoints["phi3-long"].kernel
+    near = [0, 1, 700, 4094, 4095]
+    with torch.no_grad():
+        mask = torch.ones(1, TOKENS, dtype=torch.long)
+        theirs = model(torch.tensor([IDS]), position_ids=torch.tensor([near]), attention_mask=mask).logits[0]
+    source = open_weights(folder)
+    weights = {name: source.load(name) for name in source.shapes()}
+    short = compile_model(str(folder), tokens=TOKENS, max_kv=4096, blocks=3, check=False)
+    assert distance(ReferenceModel(short.graph, weights, 16, "fp32").step(IDS, near), theirs) < 2e-3
+    assert distance(ReferenceModel(ours.graph, weights, 16, "fp32").step(IDS, near), theirs) > 0.1
+    assert compile_model(str(folder), blocks=3, check=False).manifest["max_kv"] == DEFAULT_MAX_KV  # texts of the short factors
+    for made in (short, ours):
+        written = json.loads(json.dumps(made.manifest))
+        assert rope_of(written["rope"]) == rope_of(made.manifest["rope"])
+        check_rope(written, source)
+    with pytest.raises(MegadslError, match="MK424"):
+        check_rope({**ours.manifest, "rope": short.manifest["rope"]}, source)
 
 
 WINDOWED = ("mistral-window", "phi3", "gemma2", "gemma3", "ministral", "qwen2-mixed", "qwen3-mixed")

@@ -15,11 +15,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from megadsl import cli
-from megadsl.build.cache import cache_root
 from megadsl.build.gpus import Gpu
 from megadsl.cli import doctor
 from megadsl.diagnostics import declare, error, warn
 from megadsl.dsl.knobs import KNOBS
+from megadsl.entries import cache_root
 from megadsl.machine import MACHINES
 from megadsl.source import Span
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
 from megadsl.runtime.contest import LOADED, Contest
 from megadsl.runtime.contest_kinds import HUNG, REFUSED, WRONG, Kernel, Unfit
@@ -67,6 +68,23 @@ def test_a_wrong_result_fails_the_gate(contest: Contest, base: Kernel) -> None:
     with pytest.raises(Unfit, match="fidelity gate FAILED") as unfit:
         contest.verify(base, kernel(made(), "turned", rope=rope), same=False)
     assert unfit.value.outcome == WRONG
+
+
+def test_a_batch() -> None:
+    """Each sequence has cached rows of its own, which the references have too; another angle in one place is found."""
+    options: dict[str, Any] = {"tokens": 4, "sequences": 2, "blocks": 3, "max_kv": 96}
+    first, scaled = compiled("llama-tiny", **options), compiled("llama-tiny", **options, configure=scaled_before)
+    contest = Contest("cpu", first.graph, kernel(first, "first"), LENGTHS, FACTOR)
+    (one, _), (other, _) = (rows[0] for rows in contest._rows)
+    assert len(contest._rows) == 2 and not one.equal(other)
+    ours, theirs = contest.compare(kernel(first, "first"), kernel(scaled, "scaled"), 2, seed=1)
+    assert [len(row) for row in (*ours, *theirs)] == [2] * 4
+    contest.verify(kernel(first, "first"), kernel(scaled, "scaled"), same=False)
+    turned = kernel(first, "turned", rope={**first.manifest["rope"], "theta": 100.0})
+    with pytest.raises(Unfit, match="fidelity gate FAILED"):
+        contest.verify(kernel(first, "first"), turned, same=False)
+    with pytest.raises(MegadslError, match="3 tokens of 2 sequences"):
+        Contest("cpu", replace(first.graph, tokens=3), kernel(first, "first"), LENGTHS)
 
 
 def test_a_kernel_that_hangs_and_one_that_is_refused(contest: Contest, base: Kernel) -> None:

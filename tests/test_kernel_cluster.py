@@ -9,7 +9,7 @@ import pytest
 from lower_tools import GPU
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited
 from megadsl.check.mutants import plan_mutants, score_plan
 from megadsl.diagnostics import MegadslError
@@ -117,6 +117,7 @@ def test_a_launch_that_is_given_up_leaves_no_trace() -> None:
 
 def test_the_checker_knows_how_parts_travel() -> None:
     plan = compiled("llama-tiny", blocks=6, configure=clustered(2)).plan
+    assert any("at the scope of the GPU, Async at the scope of a cluster;" in line for line in check_plan(plan, GPU).proved)
     verdicts = score_plan(plan, GPU)
     assert [v.name for v in verdicts if v.survived] == []
     killed = {v.name: v.code for v in verdicts}

@@ -10,7 +10,7 @@ from lower_tools import GPU
 from schedules import everywhere
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Instr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import compile_model
 from megadsl.dsl.registry import load

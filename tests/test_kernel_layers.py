@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.model import Device, attention_unit
 from megadsl.check.ring import first_layers
 from megadsl.driver import Compiled

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited, with_words
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock

@@ -10,7 +10,7 @@ from lower_tools import GPU
 from schedules import LINEARS, VALUES
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.schedule import ScheduleBlock

@@ -9,7 +9,7 @@ from check_tools import without
 from schedules import LINEARS, VALUES
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load

@@ -10,7 +10,7 @@ from check_tools import plan, without
 from lower_tools import GPU, model
 from schedules import LINEARS, gated
 
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan

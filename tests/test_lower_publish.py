@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock

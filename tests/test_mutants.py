@@ -11,7 +11,7 @@ from check_tools import by_block, plan
 from typer.testing import CliRunner
 
 import megadsl as mk
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited
 from megadsl.check.mutants import EQUIVALENT as PLAN_EQUIVALENT
 from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants, score_plan

@@ -18,7 +18,7 @@ TEMPLATES = ROOT / "templates"
 # Lowest first. A module may import its own package and strictly lower floors.
 FLOORS: list[set[str]] = [
     {"version", "types", "source", "resources"},
-    {"diagnostics"},
+    {"diagnostics", "entries"},
     {"machine"},
     {"ir"},
     {"expr"},
@@ -60,6 +60,9 @@ TOP_LEVEL = {
     *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
     *("docs", "generated", "megadsl", "models", "templates", "tests", "tools"),
 }
+
+# Modules that a function imports when it needs them, since most calls do not, and they cost what all else does together.
+LAZY = {"megadsl/build/proofs.py": {"megadsl.check.checker"}}
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -153,15 +156,15 @@ def test_the_floor_test_can_fail(file: str, line: str) -> None:
 
 
 def test_no_import_hides_in_a_function() -> None:
-    """A cycle of imports is mended, not hidden; commands of the cli load lazily on purpose."""
+    """A cycle of imports is mended, not hidden; commands of the cli load lazily on purpose, and what LAZY names."""
     found = [
         f"{name_of(path)}:{inner.lineno}"
         for path in MODULES
         if package_of(path) != "cli"
         for function in ast.walk(ast.parse(path.read_text()))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(function)
-        if isinstance(inner, ast.Import | ast.ImportFrom)
+        for inner, name in imports(function)
+        if name not in LAZY.get(name_of(path), ())
     ]
     assert found == []
 

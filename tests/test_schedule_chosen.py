@@ -66,13 +66,32 @@ def test_stored_schedules_are_found(folder: Path) -> None:
     assert stored(MODEL, "sm_100a", 1) is None and stored(OTHER_MODEL, DEFAULT_ARCH, 1) is None
 
 
+def test_a_batch_has_stored_schedules_of_its_own(folder: Path) -> None:
+    """It takes none of a single sequence's, and gives it none, nor a batch of another size."""
+
+    def used(tokens: int, sequences: int) -> object:
+        return compile_model(MODEL, tokens=tokens, sequences=sequences, check=False).manifest["schedule"]["name"]
+
+    assert stored(MODEL, DEFAULT_ARCH, 4, 2) is None
+    file_of(folder, f"{MODEL}.{DEFAULT_ARCH}", "ring weights: meeting_window = 7 KiB")
+    file_of(folder, f"{MODEL}.{DEFAULT_ARCH}.tokens-4", "tokens = 4")
+    assert stored(MODEL, DEFAULT_ARCH, 4, 2) is None and used(4, 2) is None
+    any_tokens = file_of(folder, f"{MODEL}.{DEFAULT_ARCH}.sequences-2", "sequences = 2")
+    special = file_of(folder, f"{MODEL}.{DEFAULT_ARCH}.tokens-4.sequences-2", "tokens = 4", "sequences = 2")
+    assert used(4, 2) == special.name and used(2, 2) == used(6, 2) == any_tokens.name and used(4, 4) is None
+    assert used(4, 1) == f"{MODEL}.{DEFAULT_ARCH}.tokens-4{SUFFIX}" and used(2, 1) == f"{MODEL}.{DEFAULT_ARCH}{SUFFIX}"
+    with pytest.warns(MegadslWarning, match="meant for sequences 2, this is 1"):
+        compile_model(MODEL, tokens=4, schedule=special, check=False)
+
+
 def test_shipped_schedules_are_as_they_would_be_rendered() -> None:
     for path in (resources.models() / "schedules").glob(f"*{SUFFIX}"):
         file = read(path)
         head = file.head
         name = f"{head.model}.{head.arch}" + (f".tokens-{head.tokens}" if head.tokens else "")
+        name += f".sequences-{head.sequences}" if (head.sequences or 1) > 1 else ""
         assert path.name == f"{name}{SUFFIX}" and render(file) == path.read_text() and head.model in models()
-        made = compile_model(str(head.model), arch=head.arch, tokens=head.tokens or 1)
+        made = compile_model(str(head.model), arch=head.arch, tokens=head.tokens or 1, sequences=head.sequences or 1)
         assert made.manifest["schedule"] == from_file(path)
 
 

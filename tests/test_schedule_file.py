@@ -65,7 +65,8 @@ def drawn(rng: random.Random, count: int) -> Overrides:
 def test_any_decisions_go_to_text_and_back(seed: int) -> None:
     rng = random.Random(seed)
     asked = drawn(rng, rng.randrange(30))
-    head = Head(ARCH, rng.choice([None, "any", "llama-3.2-1b", "7b"]), rng.choice([None, 1, 16]), rng.choice([None, (0, 512)]), "H200, 580")
+    meant = rng.choice([None, "any", "llama-3.2-1b", "7b"]), rng.choice([None, 1, 16]), rng.choice([None, (0, 512)])
+    head = Head(ARCH, *meant, "H200, 580", rng.choice([None, 1, 8]))
     notes = {left: f"{i} # gain" for i, (left, _) in enumerate(statements(asked)) if rng.random() < 0.3}
     file = written(head, asked, notes)
     again = parse(render(file), "f.schedule")

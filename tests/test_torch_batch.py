@@ -11,6 +11,7 @@ from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled
 from megadsl.runtime.weights import TensorSource
 from megadsl.torch import DecodeStep
+from megadsl.torch.arguments import StepInputs
 from tests.kernels import compiled, distance, one_build, weights_for
 
 
@@ -98,7 +99,7 @@ def test_values_out_of_range_are_clamped(batch: DecodeStep) -> None:
     """What a GPU does, which nobody asks for values: the launch ends, and touches nothing but the cache."""
     loaded, cache = batch.loaded, batch.new_cache()
     inputs = loaded._batch[3]
-    inputs.stage(tensor(-5, 10**6, 3), tensor(-9, 10**6, 127), tensor(-1, 10**6, 2), None, None)
+    inputs.stage(StepInputs(tensor(-5, 10**6, 3), tensor(-9, 10**6, 127), tensor(-1, 10**6, 2)))
     words = batch.program.control.words.tolist()
     assert words[128:131] == [0, 125, 126] and words[136:139] == [0, 3, 2] and words[8:11] == [0, 511, 3]
     with batch.program.using(kv=cache):

@@ -15,20 +15,24 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 import megadsl as mk
 from megadsl import cli
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
+from megadsl.reference import ReferenceModel
+from megadsl.runtime.bench import EachSequence
 from megadsl.runtime.program import TRACE
 from megadsl.runtime.tracing import record
+from megadsl.runtime.weights import needed, random_weights
 from megadsl.trace.activity import Activity, activities
 from megadsl.trace.clocks import tick, unwrapped
 from megadsl.trace.handoffs import handoffs
 from megadsl.trace.records import Event, Timeline, read_timeline
 from megadsl.trace.table import summarise
 from megadsl.trace.write import write_timeline
-from tests.kernels import Bench, compiled, one_build, steps
+from tests.kernels import Bench, compiled, distance, one_build, steps
 from tests.schedules import everywhere, gated, in_two_splits
 from tests.test_kernel_columns import SMALL, parts, spec
 
@@ -58,6 +62,26 @@ def test_another_architecture(tmp_path: Path) -> None:
     out = traced_by(tmp_path / "out", "--arch", "sm_80")
     ops = {row["phase"] for row in json.loads((out / "table.json").read_text())["ops"]}
     assert ops == set(PHASES) and all((out / name).stat().st_size for name in ("trace.json", "table.txt", "layer.svg"))
+
+
+def test_a_batch(tmp_path: Path) -> None:
+    """Two sequences in a launch, each with rows of its own: every op has its times, and logits are what each means by itself."""
+    out = traced_by(tmp_path / "out", "--tokens", "4", "--sequences", "2", "--blocks", "3")
+    rows = json.loads((out / "table.json").read_text())["ops"]
+    assert {row["phase"] for row in rows} == set(PHASES) and all((out / name).stat().st_size for name in ("trace.json", "layer.svg"))
+    made = compile_model("llama-tiny", tokens=4, sequences=2, blocks=3, max_kv=64)
+    recording = record(made, "cpu", tokens=4, rows=40)
+    weights = random_weights(made.manifest, device="cpu")
+    batch = EachSequence(ReferenceModel(made.graph, {name: weights.load(name) for name in needed(made.manifest)}, 64, "fp32", "cpu"), 2)
+    chance = torch.Generator().manual_seed(2)
+    for model in batch.models:
+        for keys, values in model.caches.values():
+            keys[:, :40], values[:, :40] = torch.randn(2, *keys[:, :40].shape, generator=chance).bfloat16().float()
+        model.kv_len = 40
+    meant = batch.step(torch.randint(0, made.manifest["vocab"], (4,), generator=torch.Generator().manual_seed(1)).tolist())
+    assert distance(recording.logits, meant) < 2e-2 < distance(recording.logits.flip(0), meant)
+    with pytest.raises(MegadslError, match="63 cached rows and 2 new tokens do not fit"):
+        record(made, "cpu", tokens=4, rows=63)
 
 
 def two_loaders() -> Compiled:

@@ -69,6 +69,20 @@ def test_another_architecture(command: Command, tmp_path: Path) -> None:
     assert command("--log", str(log))[0] == 1
 
 
+def test_a_batch(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its schedule is for so many sequences; a log of a search for single ones is not gone on with; each has as many tokens."""
+    out, log = tmp_path / "best.schedule", tmp_path / "log.jsonl"
+    batch = ("--tokens", "8", "--sequences", "4", "--out", str(out), "--log", str(log))
+    assert command(*batch)[0] == 0
+    assert (load(out).head.tokens, load(out).head.sequences) == (8, 4) and json.loads(log.read_text().splitlines()[0])["sequences"] == 4
+    assert compile_model("llama-3.2-1b", schedule=out, tokens=8, sequences=4, check=False).schedule.batch == 4
+    assert command("--tokens", "8", "--log", str(log))[0] == 1
+    monkeypatch.setattr(sys, "argv", ["megadsl", "tune", "llama-tiny", "--device", "cpu", "--tokens", "7", "--sequences", "2"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "error[MK498]: 7 tokens of 2 sequences" in capsys.readouterr().err
+
+
 def test_ctrl_c_writes_the_best_so_far(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "best.schedule"
     code, printed = command("--out", str(out), failing={"op qkv_proj: smem = none": KeyboardInterrupt()})

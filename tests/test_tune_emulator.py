@@ -11,7 +11,7 @@ import pytest
 
 from megadsl.driver import compile_model
 from megadsl.dsl.overrides import Decision
-from megadsl.dsl.schedule_file import load
+from megadsl.dsl.schedule_file import load, render
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.tune import space
 from megadsl.tune.bench import FASTER, SAME, SLOWER, Built, Failed
@@ -21,7 +21,7 @@ from megadsl.tune.result import about, tuned, write_result
 from megadsl.tune.search import Effort, Result, Search, Settings
 from megadsl.tune.space import Point, moves
 from megadsl.tune.stand import Stand
-from megadsl.tune.subject import Subject
+from megadsl.tune.subject import Build, Subject
 
 LENGTHS = (17,)
 STAGES = 6
@@ -50,6 +50,20 @@ def test_a_search_in_the_emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     again = compile_model("llama-tiny", max_kv=96, blocks=2, schedule=out)
     assert again.schedule == best.scene.schedule and load(out).head.kv == (17, 17)
     assert start.read_text() == START
+
+
+def test_a_batch_is_searched_as_a_batch() -> None:
+    """All that is compiled of it is of its sequences, and its schedule says for how many it is."""
+    subject = Subject.of("llama-tiny", None, 4, 96, 2, DEFAULT_ARCH, "cpu", "none", 2)
+    found = subject.compiled()
+    assert found.manifest["sequences"] == found.schedule.sequences == 2 and subject.scene(found).schedule == found.schedule
+    refused = Build(replace(subject, sequences=5))(Point())
+    assert isinstance(refused, Failed) and (refused.outcome, refused.code) == ("refused", "MK259")
+    assert about(subject, LENGTHS)["sequences"] == 2
+    built = Built(Point(), "", "", subject.scene(found), None)
+    file = tuned(subject, LENGTHS, Result(built, built, (), None, None, 0.001, 0, {}, False), {})
+    assert (file.head.tokens, file.head.sequences, file.head.kv) == (4, 2, (17, 17))
+    assert "\ntokens = 4\nsequences = 2\nkv = " in render(file)
 
 
 def test_a_decision_under_another_name_is_replaced(tmp_path: Path) -> None:

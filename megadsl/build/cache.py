@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from megadsl.diagnostics import declare, warn
-from megadsl.version import __version__
+from megadsl.entries import cache_root, digest
 
 CACHE_UNWRITABLE = declare(
     "MK303",
@@ -27,23 +26,6 @@ CACHE_UNWRITABLE = declare(
 )
 
 _HEADER_SUFFIXES = frozenset({".h", ".hpp", ".cuh", ".inc", ".cpp", ".S"})  # all that an #include may bring in
-
-
-def cache_root() -> Path:
-    """The cache folder of this version: ``$MEGADSL_CACHE_DIR`` or ``~/.cache/megadsl``, then the version. May not exist yet."""
-    chosen = os.environ.get("MEGADSL_CACHE_DIR")
-    base = Path(chosen) if chosen else Path.home() / ".cache" / "megadsl"
-    return base / __version__
-
-
-def digest(parts: Iterable[str | bytes]) -> str:
-    """A hex digest (40 characters) of the parts in order. ``("ab", "c")`` and ``("a", "bc")`` differ."""
-    total = hashlib.sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        total.update(len(data).to_bytes(8, "little"))
-        total.update(data)
-    return total.hexdigest()[:40]
 
 
 def headers_digest(include_dirs: Iterable[Path]) -> str:
@@ -75,34 +57,6 @@ def cached(key_parts: Sequence[str | bytes], suffix: str, build: Callable[[Path]
         if not entry.exists():
             _build_entry(entry, build, sweep=alone)
     return entry
-
-
-class SmallEntries:
-    """Entries of some kilobytes that are as quickly made anew: where the cache cannot be written they are not kept, without a word."""
-
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
-
-    def load(self, key_parts: Sequence[str | bytes]) -> bytes | None:
-        """The entry for ``key_parts``, as :func:`cached` takes them, if there is one."""
-        try:
-            return self._entry(key_parts).read_bytes()
-        except OSError:
-            return None
-
-    def store(self, key_parts: Sequence[str | bytes], content: bytes) -> None:
-        """Make it, in one rename."""
-        entry = self._entry(key_parts)
-        try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=entry.parent, prefix=f".{entry.name}.", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, entry)
-        except OSError:
-            return
-
-    def _entry(self, key_parts: Sequence[str | bytes]) -> Path:
-        return cache_root() / (digest([*key_parts, self._suffix]) + self._suffix)
 
 
 def _build_entry(entry: Path, build: Callable[[Path], None], sweep: bool) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from megadsl.build.cache import SmallEntries
 from megadsl.build.nvcc import STAGES, CubinResult, disassemble
 from megadsl.build.toolchain import find_tool
 from megadsl.diagnostics import Diagnostic, declare, warning
+from megadsl.entries import SmallEntries
 from megadsl.machine import Machine
 
 HOT_CODE = declare(

@@ -30,7 +30,8 @@ from typing import TypeVar, cast
 import numpy as np
 
 from megadsl.check import polls
-from megadsl.check.model import Bools, Device, Ints, Step
+from megadsl.check.arrays import Bools, Ints
+from megadsl.check.model import Device, Step
 from megadsl.check.report import Findings, shown
 from megadsl.check.steps import Rows
 from megadsl.diagnostics import declare

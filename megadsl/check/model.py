@@ -12,9 +12,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from megadsl.check.batch import skipped_chunks
 from megadsl.ir.graph import Attention, Custom, Linear
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
@@ -23,9 +20,6 @@ from megadsl.lower.shape import ALL_ROWS, CHUNK_ROWS, WINDOWS, ident, input_name
 from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -166,6 +160,13 @@ class Device:
         """Where an attention adds its splits within a cluster of blocks."""
         words = self.records.get(f"{ident(op)}_cluster")
         return Cluster(*words[:3]) if words is not None else None
+
+    def partners(self, op: str) -> list[range]:
+        """Per block, those of its cluster that have a unit, where an attention adds its splits within clusters; none for a block
+        without one. mk::merge_cluster."""
+        units, size = self.heads(op).units, self.plan.schedule.cluster
+        firsts = (block // size * size for block in range(self.blocks))
+        return [range(first, min(first + size, units)) if block < units else range(0) for block, first in enumerate(firsts)]
 
     def shares(self, groups: int, offset: int, sharers: int | None = None) -> list[int]:
         """First item of every block, and the end of the last's, where the first ``sharers`` (None: all) blocks share them."""

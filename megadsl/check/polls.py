@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megadsl.check.model import Bools, Device, attention_unit, prologue_gathers
+from megadsl.check.arrays import Bools
+from megadsl.check.model import Device, attention_unit, prologue_gathers
 from megadsl.ir.plan import Exchange, Instr
 from megadsl.lower.columns import share_owner
 from megadsl.lower.tiling import GROUP_ROWS
@@ -148,10 +149,10 @@ def merge(device: Device, instr: Instr) -> Parts:
 
 
 def _of_a_cluster(device: Device, op: str) -> Bools:
-    """mk::merge_cluster: every block with a unit waits for those of its cluster."""
-    units, size = device.heads(op).units, device.plan.schedule.cluster
-    block = np.arange(device.blocks)
-    polled: Bools = (block[:, None] // size == block[None, :] // size) & (block[:, None] < units) & (block[None, :] < units)
+    """Every block with a unit waits for those of its cluster."""
+    polled = np.zeros((device.blocks, device.blocks), dtype=np.bool_)
+    for block, partners in enumerate(device.partners(op)):
+        polled[block, partners] = True
     return polled
 
 

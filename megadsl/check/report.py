@@ -13,11 +13,13 @@ from megadsl.source import Span
 
 @dataclass(frozen=True)
 class Report:
-    """``findings`` is empty when the plan holds; ``seconds`` is wall time; ``proved`` says what was shown, a line each."""
+    """``findings`` is empty when the plan holds; ``seconds`` is wall time; ``proved`` says what was shown, a line each. ``kept``: this
+    very plan was proved before by this very checker, and ``seconds`` is what it took then (megadsl/build/proofs.py)."""
 
     findings: tuple[Diagnostic, ...]
     seconds: float
     proved: tuple[str, ...]
+    kept: bool = False
 
 
 @dataclass

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megadsl.check.model import Bools, Device, Ints, Step
+from megadsl.check.arrays import Bools, Ints
+from megadsl.check.model import Device, Step
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Instr, LayerLoop, Program

@@ -60,6 +60,7 @@ _ENDS["merge"] = _ENDS["add_parts"] = [("wire", "parts", "reads")]
 _ENDS["matrix"] = [("parts_wire", "parts", "publishes")]
 _ENDS["attention"] = [("qkv_wire", "qkv", "reads"), ("parts_wire", "parts", "publishes")]
 _FLAGS = {"publish": ("value", "flag"), "attention": ("parts", "published"), "matrix": ("parts", "end")}  # what, behind which barrier
+_SCOPES = {Level.GPU: "the GPU", Level.CLUSTER: "a cluster"}  # another level is a finding
 _ROUNDS = {"publish": ("value", "round"), "argmax": ("value", "round")}
 _ROUNDS["attention"] = _ROUNDS["matrix"] = ("parts", "parts_round")
 
@@ -76,11 +77,19 @@ def check_wires(device: Device, findings: Findings) -> list[str]:
         _kind(e, findings)
     _rounds(device, findings)
     _fresh(device, findings)
-    kinds = sorted({e.wire for e in device.plan.exchanges})
     return [
-        f"wires: writers and readers agree on {', '.join(kinds)}, at the scope of the GPU; no empty value can be produced",
+        f"wires: writers and readers agree on {_agreed(device)}; no empty value can be produced",
         "rounds: consecutive within a launch, from launch to launch and over 2^16 and 2^32; none seems to be there in a fresh arena",
     ]
+
+
+def _agreed(device: Device) -> str:
+    """The wires, by the scope at which each is spoken: "Sentinel, Tagged at the scope of the GPU, Async at the scope of a cluster"."""
+    by_level: dict[Level, set[str]] = {}
+    for e in device.plan.exchanges:
+        by_level.setdefault(e.level, set()).add(e.wire)
+    spoken = [(level, ", ".join(sorted(by_level[level]))) for level in Level if level in by_level]
+    return ", ".join(f"{wires} at the scope of {_SCOPES.get(level, level.value)}" for level, wires in spoken)
 
 
 def _ends(device: Device, instr: Instr, findings: Findings) -> None:

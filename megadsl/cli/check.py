@@ -12,7 +12,7 @@ from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Model, Sch
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
-    from megadsl.check import Report
+    from megadsl.check.report import Report
 
 EXAMPLE = "Example: megadsl check llama-tiny --tokens 4 --seeds 10"
 EMULATED_BLOCKS = 5
@@ -47,7 +47,7 @@ def command(
     """
     from dataclasses import asdict
 
-    from megadsl.check import check_plan
+    from megadsl.check.checker import check_plan
     from megadsl.cli.score import Score
     from megadsl.driver import compile_model
     from megadsl.machine import machine

@@ -147,7 +147,7 @@ def _torch() -> Finding:
 
 
 def _cache() -> Finding:
-    from megadsl.build.cache import cache_root
+    from megadsl.entries import cache_root
 
     root = cache_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Sequences, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = "Example: megadsl trace llama-tiny --device cpu --out trace"
@@ -20,7 +20,8 @@ def command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
     device: On = Device.AUTO,
     rows: Annotated[
-        int | None, typer.Option("--kv", min=0, metavar="N", help="Cached rows. Default: 512, or what the KV cache has room for.")
+        int | None,
+        typer.Option("--kv", min=0, metavar="N", help="Cached rows of each sequence. Default: 512, or what the KV cache has room for."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps on a GPU, back to back; the last one is shown.")] = 20,
     shown: Annotated[
@@ -33,6 +34,7 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -44,15 +46,16 @@ def command(
     docs/tracing.md says what each figure means.
     """
     from megadsl.driver import compile_model
+    from megadsl.runtime.control import even
     from megadsl.runtime.tracing import record
     from megadsl.trace.table import render
     from megadsl.trace.write import write_timeline
 
     chosen = resolve(device, arch)
-    own = blocks_on(chosen, blocks)
-    compiled = compile_model(model, config=config, arch=arch, tokens=tokens, max_kv=max_kv, blocks=own, schedule=schedule, formats=formats)
+    size: dict[str, Any] = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences, "blocks": blocks_on(chosen, blocks)}
+    compiled = compile_model(model, config=config, arch=arch, schedule=schedule, formats=formats, **size)
     if rows is None:
-        rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - tokens))
+        rows = max(0, min(DEFAULT_ROWS, compiled.manifest["max_kv"] - even(tokens, sequences)[0]))
     recording = record(compiled, chosen.value, tokens=tokens, rows=rows, steps=steps)
     summary = write_timeline(compiled.manifest, recording.raw, out, blocks=shown, layer=layer)
     typer.echo(render(summary))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, numbers, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Sequences, Tokens, blocks_on, numbers, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def command(
     model: Model,
     tokens: Tokens = 1,
     kv: Annotated[
-        str, typer.Option("--kv", metavar="ROWS,...", help="Cached rows of the steps that are timed; all of them count alike.")
+        str, typer.Option("--kv", metavar="ROWS,...", help="Cached rows of each sequence in the steps that are timed; all count alike.")
     ] = "512",
     budget: Annotated[float, typer.Option("--budget", min=0, metavar="S", help="Seconds after which no candidate is begun.")] = 600,
     effort: Annotated[
@@ -53,6 +53,7 @@ def command(
     config: Config = None,
     arch: Arch = DEFAULT_ARCH,
     max_kv: MaxKv = None,
+    sequences: Sequences = 1,
     blocks: Blocks = None,
 ) -> None:
     """Find the schedule with which a step of MODEL is fastest on this GPU.
@@ -63,17 +64,17 @@ def command(
     emulator times say nothing about a GPU.
     """
     from megadsl.driver import DEFAULT_MAX_KV
-    from megadsl.runtime.bench import forced_rows
+    from megadsl.runtime.bench import each_has, forced_rows
     from megadsl.tune.log import Log
     from megadsl.tune.result import about, tuned, write_result
     from megadsl.tune.search import EFFORTS, Search, Settings
     from megadsl.tune.stand import Stand
     from megadsl.tune.subject import Subject
 
-    lengths = numbers("--kv", kv, least=0)
+    lengths, own = numbers("--kv", kv, least=0), each_has(tokens, sequences)
     chosen, count = resolve(device, arch), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
-    room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(tokens)) if max_kv is None else max_kv
-    subject = Subject.of(model, config, tokens, room, blocks_on(chosen, blocks), arch, chosen.value, schedule)
+    room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(own)) if max_kv is None else max_kv
+    subject = Subject.of(model, config, tokens, room, blocks_on(chosen, blocks), arch, chosen.value, schedule, sequences)
     stand = Stand(subject, lengths, count)
     try:
         known = {**about(subject, lengths), "seed": seed, "effort": effort.value, **stand.describe()}
@@ -85,9 +86,7 @@ def command(
         stand.close()
     if out is not None:
         write_result(out, tuned(subject, lengths, result, known))
-    typer.echo("\n".join(_lines(result)))
-    if out is not None:
-        typer.echo(f"written to {out}")
+    typer.echo("\n".join([*_lines(result), *([f"written to {out}"] if out is not None else [])]))
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -155,7 +155,7 @@ MISSING = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_TRAINED, _TRAINED_ON = ("llama3", "yarn"), "original_max_position_embeddings"  # by default the longest context
+_TRAINED, _TRAINED_ON = ("llama3", "yarn", "longrope"), "original_max_position_embeddings"  # by default the longest context
 _DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 
@@ -210,10 +210,16 @@ def _rotation(raw: Mapping[str, Any], rope: Any, theta: Any) -> tuple[Any, Mappi
     """theta and scaling in a record of a config.json, or where it is none, that of the kind it names."""
     rope = rope if isinstance(rope, Mapping) else {"rope_type": rope}
     kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("su", "yarn") and "short_factor" in rope:  # its first names
+        kind = "longrope"
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type", "rope_type")}
     if kind in _TRAINED:
         trained = scaling.get(_TRAINED_ON) or raw.get(_TRAINED_ON) or raw.get("max_position_embeddings")
         scaling = {**scaling, _TRAINED_ON: trained}
+        if kind == "longrope" and scaling.get("factor") is None:
+            longest = raw.get("max_position_embeddings")
+            if isinstance(longest, int) and isinstance(trained, int) and trained > 0:
+                scaling["factor"] = longest / trained
     return rope.get("rope_theta", theta), None if kind in UNSCALED else {"rope_type": kind, **scaling}
 
 

@@ -161,8 +161,11 @@ def rope(
     i + R / 2, "interleaved" 2i and 2i + 1. ``scaling`` stretches the frequencies; it is what a
     config.json has as rope_scaling: rope_type "linear" with factor, "llama3" with factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings, or "yarn" with factor, original_max_position_embeddings, and as they are given beta_fast, beta_slow,
-    attention_factor, mscale, mscale_all_dim and truncate. MK118 unknown style, MK119 features that are no whole heads, MK222 theta,
-    MK120 unsupported head_dim, MK255 for rotary_dim, MK252 and MK253 for the scaling. ``theta`` and ``scaling`` may be mk.per_layer(...).
+    attention_factor, mscale, mscale_all_dim and truncate; or "longrope" with factor, original_max_position_embeddings, short_factor and
+    long_factor (a divisor of each of the R / 2 frequencies; the long ones where the kernel's KV cache has more rows than
+    original_max_position_embeddings, for all texts) and as it is given attention_factor. MK118 unknown style, MK119 features that are no
+    whole heads, MK222 theta, MK120 unsupported head_dim, MK255 for rotary_dim, MK252 and MK253 for the scaling. ``theta`` and ``scaling``
+    may be mk.per_layer(...).
     """
     tracer, span = current("rope"), caller_span()
     thetas = tracer.each_layer("theta", theta, span, lambda one: tracer.number("theta", one, span, above=0))

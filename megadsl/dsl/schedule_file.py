@@ -47,6 +47,7 @@ HEAD: Mapping[str, Values] = MappingProxyType(
         "model": Name("a model", none="any"),
         "arch": Name("an architecture"),
         "tokens": Count(none="any"),
+        "sequences": Count(none="any"),
         "kv": Range(),
         "machine": Name("a machine"),
     }
@@ -55,14 +56,15 @@ HEAD: Mapping[str, Values] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Head:
-    """What a schedule is meant for: ``model`` and ``tokens`` of a launch, None for any; ``kv``, cached rows from first to last, and
-    ``machine``, where it was measured."""
+    """What a schedule is meant for: ``model``, ``tokens`` and ``sequences`` of a launch, None for any; ``kv``, cached rows (of each
+    sequence) from first to last, and ``machine``, where it was measured."""
 
     arch: str
     model: str | None = None
     tokens: int | None = None
     kv: tuple[int, int] | None = None
     machine: str | None = None
+    sequences: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.knob_values import Raw
+from megadsl.expr.grammars import parser
 from megadsl.source import Span
 
 MALFORMED = declare(
@@ -81,7 +82,7 @@ def read_line(text: str, file: str, number: int, found: Collector) -> tuple[Stat
 
 @cache
 def _lark() -> Lark:
-    return Lark.open_from_package(__package__, "schedule.lark", start="line", parser="lalr", propagate_positions=True)
+    return parser(__package__, "schedule.lark", "line", maybe_placeholders=True)
 
 
 def _expected(terminals: Collection[str]) -> str:

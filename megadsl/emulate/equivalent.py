@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited
 from megadsl.emulate.abi import Change, Point
 from megadsl.emulate.boundary import copied_elsewhere_at_once, copies_wait_for_stages

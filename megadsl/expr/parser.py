@@ -13,6 +13,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedToken
 
 from megadsl.diagnostics import Collector, MegadslError, declare, error
 from megadsl.expr.fold import fold, fp32
+from megadsl.expr.grammars import parser
 from megadsl.ir.expr import BINARY_OPS, REDUCE_OPS, UNARY_OPS, Arg, Binary, Const, Expr, Reduce, Unary
 from megadsl.source import Span
 
@@ -56,7 +57,7 @@ def parse(text: str, span: Span, args: Collection[str], constants: Mapping[str, 
 
 @cache
 def _lark() -> Lark:
-    return Lark.open_from_package(__package__, "grammar.lark", parser="lalr", propagate_positions=True, maybe_placeholders=False)
+    return parser(__package__, "grammar.lark", "start", maybe_placeholders=False)
 
 
 def _tree(text: str, span: Span) -> Tree[Token]:

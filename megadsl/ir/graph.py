@@ -86,6 +86,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LongRope(RopeScaling):
+    """ "longrope": each pair's frequency is divided by a number of its own, in texts of up to ``positions`` positions by another than in
+    longer ones. ``divisors`` are the first, ``beyond`` the second; once it is known how long texts can get, there is no ``beyond``."""
+
+    divisors: tuple[float, ...] = ()
+    beyond: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("divisors", "beyond"):  # a manifest that was a file has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def within(self, rows: int) -> LongRope:
+        """That of texts which may have up to ``rows`` positions."""
+        return replace(self, divisors=self.beyond if self.beyond and rows > self.positions else self.divisors, beyond=())
+
+    def stretched(self, theta: float, pairs: int) -> Iterator[float]:
+        assert not self.beyond, "which of the two follows from the rows of the cache"
+        return (theta ** (-i / pairs) / divisor for i, divisor in zip(range(pairs), self.divisors, strict=True))
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding of heads of ``head_dim`` features, of which the first R = ``rotary_dim`` are rotated; ``style`` is "half" (pairs
     i, i + R/2) or "interleaved" (pairs 2i, 2i + 1). Angles are position * frequencies[i]. ``theta`` and ``scaling`` may differ from layer
@@ -118,6 +139,15 @@ class Rope:
     def layers(self) -> int:
         """So many layers have a rotation of their own; 1 where all have the same."""
         return max((len(v.values) for v in (self.theta, self.scaling) if isinstance(v, PerLayer)), default=1)
+
+    def within(self, rows: int) -> Rope:
+        """This rotation where texts may have up to ``rows`` positions."""
+
+        def of(scaling: RopeScaling | None) -> RopeScaling | None:
+            return scaling.within(rows) if isinstance(scaling, LongRope) else scaling
+
+        each = PerLayer(tuple(map(of, self.scaling.values))) if isinstance(self.scaling, PerLayer) else of(self.scaling)
+        return replace(self, scaling=each)
 
     @property
     def frequencies(self) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megadsl.diagnostics import MegadslError, collecting
 from megadsl.dsl.apply import apply
 from megadsl.dsl.overrides import Overrides, SetCount
-from megadsl.ir.graph import Attention, Custom, Graph, Linear, Op
+from megadsl.ir.graph import Attention, Custom, Graph, Linear, Op, Rope
 from megadsl.ir.plan import Exchange, Plan, Program, Record, StageRecord, Tunables
 from megadsl.ir.schedule import Schedule
 from megadsl.ir.spec import Spec
@@ -67,7 +67,7 @@ class Lowering:
 
 def _fuse(state: Lowering) -> None:
     infer(state.spec)
-    state.graph = _whole_windows(fuse(state.spec), state.max_kv)
+    state.graph = _rotations(_whole_windows(fuse(state.spec), state.max_kv), state.max_kv)
     verify_graph(state.graph)
     check_graph(state.graph)
 
@@ -86,6 +86,20 @@ def _whole_windows(graph: Graph, max_kv: int) -> Graph:
         return replace(op, window=seen(op.window))
 
     return replace(graph, ops=tuple(whole(op) for op in graph.ops))
+
+
+def _rotations(graph: Graph, max_kv: int) -> Graph:
+    """A rotation that depends on how long a text is, is that of the longest for which the cache has room: cached keys stay as they are."""
+
+    def of(rope: Rope | None) -> Rope | None:
+        return None if rope is None else rope.within(max_kv)
+
+    def rotated(op: Op) -> Op:
+        if isinstance(op, Linear):
+            return replace(op, parts=tuple(replace(part, rope=of(part.rope)) for part in op.parts))
+        return replace(op, rope=of(op.rope)) if isinstance(op, Attention) else op
+
+    return replace(graph, ops=tuple(map(rotated, graph.ops)))
 
 
 def _schedule(state: Lowering) -> None:

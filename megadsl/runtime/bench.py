@@ -50,6 +50,13 @@ def forced_rows(tokens: int) -> int:
     return tokens * max(2, -(-FORCED_TOKENS // tokens))
 
 
+def each_has(tokens: int, sequences: int) -> int:
+    """New tokens of each sequence in a step of a batch that is measured. Raises MK498 where they do not have as many."""
+    if tokens % sequences:
+        raise error(UNEVEN, count=tokens, sequences=sequences)
+    return tokens // sequences
+
+
 @dataclass(frozen=True)
 class Row:
     """What was found for one (tokens, kv).
@@ -185,8 +192,7 @@ class Subject:
         source = random_weights(self.manifest, _SEED, where)
         weights = {name: source.load(name) for name in needed(self.manifest)}
         self.sequences = int(self.manifest["sequences"])
-        if self.count % self.sequences:
-            raise error(UNEVEN, count=self.count, sequences=self.sequences)
+        each_has(self.count, self.sequences)
         arena = pack_weights(self.manifest, TensorSource(weights), where, progress=False)
         self.program = Program(self.manifest, compiled.source, where, arena, **dict(options or {}))
         self.apart: Program | None = None
@@ -196,8 +202,8 @@ class Subject:
         again = partial(Program, self.manifest, compiled.source, where, arena, **dict(options or {}))
         self.steps = StepsTrial(again, steps) if steps > 1 else None
         self._rows = 0  # in each cache
-        self.oracle = _Each(ReferenceModel(self.graph, weights, self.max_kv, "fp32", where), self.sequences)
-        self.bf16 = _Each(EagerModel(self.graph, weights, self.max_kv, where), self.sequences)
+        self.oracle = EachSequence(ReferenceModel(self.graph, weights, self.max_kv, "fp32", where), self.sequences)
+        self.bf16 = EachSequence(EagerModel(self.graph, weights, self.max_kv, where), self.sequences)
         self.plain = PlainModel(self.graph, weights, self.max_kv, self.count, where, self.sequences)
         self._random = torch.Generator(self.device)
         self.machine = machine_of(self.manifest["arch"], self.device)
@@ -316,7 +322,7 @@ class Subject:
         return Contestant("megadsl", step.replay, compare), differ
 
 
-class _Each:
+class EachSequence:
     """A model for each sequence, all on the same weights: a step is one of each, of as many tokens."""
 
     def __init__(self, model: GraphModel, sequences: int) -> None:

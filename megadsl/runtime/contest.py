@@ -1,4 +1,5 @@
-"""Kernels of one model against each other, two at a time: the same weights at the same addresses, the same cached rows, the same tokens.
+"""Kernels of one model against each other, two at a time: the same weights at the same addresses, the same cached rows (of each sequence
+of a batch), the same tokens.
 
 Two builds of one kernel differ by up to 0.4% when their weights lie elsewhere: so all kernels of one pack layout share an arena, and all
 share the KV arena.
@@ -21,11 +22,12 @@ import torch
 from megadsl.diagnostics import MegadslError
 from megadsl.ir.graph import Attention, Graph
 from megadsl.reference import EagerModel, Gate, ReferenceModel, gate
-from megadsl.runtime.bench import forced_rows
+from megadsl.runtime.bench import EachSequence, each_has, forced_rows
 from megadsl.runtime.bench_timing import Clock, Contestant
 from megadsl.runtime.contest_kinds import HUNG, REFUSED, WRONG, Kernel, Rows, Unfit
 from megadsl.runtime.control import MegakernelHang
 from megadsl.runtime.cuda import CALL_FAILED, machine_of
+from megadsl.runtime.kv import KvCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.queue import GPU_BUSY
@@ -50,8 +52,8 @@ class Runner:
 class Contest:
     """All kernels of one model and number of tokens on one device. ``first`` is any of them: its manifest says which weights there are.
 
-    ``lengths`` are the numbers of cached rows that steps are timed with; ``factor`` is the fidelity gate's. Weights are random, and so are
-    the cached rows and the tokens. Turns TF32 off for the process.
+    ``lengths`` are the numbers of cached rows, of each sequence, that steps are timed with; ``factor`` is the fidelity gate's. Weights are
+    random, and so are the cached rows and the tokens, of which each sequence has as many (else MK498). Turns TF32 off for the process.
     """
 
     def __init__(self, device: str, graph: Graph, first: Kernel, lengths: Sequence[int], factor: float = 1.05) -> None:
@@ -66,8 +68,10 @@ class Contest:
         self._runners: OrderedDict[str, Runner] = OrderedDict()
         self._clock = Clock(self._device, machine_of(first.manifest["arch"], self._device), first.manifest["weight_bytes"])
         self._random = torch.Generator().manual_seed(SEED)
+        self._sequences = int(first.manifest["sequences"])
+        self._own = each_has(graph.tokens, self._sequences)  # new tokens of each
         self._ids = self._tokens(graph.tokens)
-        self._forced = [self._tokens(graph.tokens) for _ in range(forced_rows(graph.tokens) // graph.tokens)]
+        self._forced = [self._tokens(graph.tokens) for _ in range(forced_rows(self._own) // self._own)]
         self._rows = self._cached_rows()
         self._models: tuple[torch.Tensor, torch.Tensor] | None = None
         with _judged():
@@ -125,11 +129,11 @@ class Contest:
 
     def _judge(self, runner: Runner) -> Gate:
         """The fidelity gate over teacher-forced steps from the fewest cached rows."""
-        rows, count = min(self._lengths), self._graph.tokens
+        rows = min(self._lengths)
         bf16, fp32 = self._reference()
         found = []
         for index, ids in enumerate(self._forced):
-            self._set_inputs(runner, rows + index * count, ids)
+            self._set_inputs(runner, rows + index * self._own, ids)
             runner.program.logits.fill_(float("nan"))
             runner.replay.replay()
             runner.program.check()
@@ -141,17 +145,19 @@ class Contest:
         """Logits of torch bf16 and of the fp32 oracle for the forced tokens; computed once."""
         if self._models is None:
             rows, where = min(self._lengths), str(self._device)
-            most = rows + forced_rows(self._graph.tokens)
+            most = rows + forced_rows(self._own)
             made = []
             for model in (
                 EagerModel(self._graph, self._weights, most, where),
                 ReferenceModel(self._graph, self._weights, most, "fp32", where),
             ):
-                for (_, layer), (keys, values) in model.caches.items():
-                    for tensor, cached in zip((keys, values), self._rows[layer], strict=True):
-                        tensor[:, :rows] = cached[:, :rows].to(tensor)
-                model.kv_len = rows
-                made.append(torch.cat([model.step(ids).clone() for ids in self._forced]))
+                batch = EachSequence(model, self._sequences)
+                for one, cached in zip(batch.models, self._rows, strict=True):
+                    for (_, layer), pair in one.caches.items():
+                        for tensor, own in zip(pair, cached[layer], strict=True):
+                            tensor[:, :rows] = own[:, :rows].to(tensor)
+                    one.kv_len = rows
+                made.append(torch.cat([batch.step(ids).clone() for ids in self._forced]))
             self._models = made[0], made[1]
         return self._models
 
@@ -194,21 +200,25 @@ class Contest:
         ids: list[int] = torch.randint(0, self._graph.vocab, (count,), generator=self._random).tolist()
         return ids
 
-    def _cached_rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Random keys and values of every layer, each (kv_heads, rows, head_dim) bf16."""
+    def _cached_rows(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Of each sequence, random keys and values of every layer, each (kv_heads, rows, head_dim) bf16."""
         op = next((op for op in self._graph.ops if isinstance(op, Attention)), None)
         if op is None:
-            return []
+            return [[] for _ in range(self._sequences)]
         shape = (op.kv_heads, max(self._lengths), op.head_dim)
         chance = torch.Generator(self._device).manual_seed(SEED)
-        rows = [torch.randn((2, *shape), generator=chance, device=self._device).bfloat16() for _ in range(self._graph.layers)]
-        return [(keys, values) for keys, values in rows]
+
+        def layer() -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = torch.randn((2, *shape), generator=chance, device=self._device).bfloat16()
+            return keys, values
+
+        return [[layer() for _ in range(self._graph.layers)] for _ in range(self._sequences)]
 
     def _fill(self, program: Program) -> None:
         """The cached rows, as they were at the beginning."""
-        if program.kv is not None:
-            for layer, (keys, values) in enumerate(self._rows):
-                program.kv.write(layer, keys, values)
+        for sequence, cached in enumerate(self._rows):
+            for layer, (keys, values) in enumerate(cached):
+                KvCache(program.manifest, program.buffers["kv"], sequence).write(layer, keys, values)
 
 
 @contextmanager

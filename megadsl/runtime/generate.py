@@ -347,6 +347,7 @@ def check_rope(manifest: Mapping[str, Any], source: WeightSource) -> None:
     trained = [rope_scaling(one, found, UNKNOWN) for one in scalings]
     rotary = spec.head_dim if isinstance(source, GgufSource) else int(spec.head_dim * rotated_part(source.config))
     same = replace(spec, theta=PerLayer(tuple(thetas)).alike(), scaling=PerLayer(tuple(trained)).alike(), rotary_dim=rotary)
+    same = same.within(manifest["max_kv"])
     if spec != same or found.found:
         parts = (None, None) if spec.rotary_dim == rotary else (spec.rotary_dim, rotary)
         own = [None if one is None else asdict(one) for one in all_layers(spec.scaling)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from megadsl.ir.graph import Rope, RopeScaling
+from megadsl.ir.graph import LongRope, Rope, RopeScaling
 from megadsl.runtime.pack import pair_order
 from megadsl.types import PerLayer, ceil_div
 
@@ -88,7 +88,11 @@ def rope_of(record: Mapping[str, Any]) -> Rope:
         return PerLayer(tuple(map(of, value["values"]))) if isinstance(value, Mapping) and "values" in value else of(value)
 
     theta = each(record["theta"], float)
-    scaling = each(record["scaling"], lambda fields: None if fields is None else RopeScaling(**fields))
+
+    def scaled(fields: Mapping[str, Any] | None) -> RopeScaling | None:
+        return None if fields is None else LongRope(**fields) if "divisors" in fields else RopeScaling(**fields)
+
+    scaling = each(record["scaling"], scaled)
     return Rope(record["head_dim"], theta, record["style"], scaling, record["rotary_dim"])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megadsl.build.host import DETECT
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import with_rings
 from megadsl.check.model import Device
 from megadsl.check.ring import TILES_AT_ONCE

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from megadsl.diagnostics import declare, error
+from megadsl.runtime.control import even
+from megadsl.runtime.kv import KvCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import TRACE, Program, resolve_device
 from megadsl.runtime.weights import random_weights
@@ -43,14 +45,15 @@ class Recording:
 def record(
     compiled: Compiled, device: str, *, tokens: int, rows: int, steps: int = 20, defines: Mapping[str, str] | None = None
 ) -> Recording:
-    """Run the same step ``steps`` times, back to back, of ``tokens`` new tokens after ``rows`` cached ones; the last one's timeline.
+    """Run the same step ``steps`` times, back to back, of ``tokens`` new tokens after ``rows`` cached ones; the last one's timeline. Of a
+    batch, the tokens are dealt out to the sequences in stretches that differ by one at most, and each has ``rows`` of its own.
 
     ``device`` as Program's; the emulator takes one step. ``defines`` are further compile-time switches. Raises MK462, what Program
     raises, and MegakernelHang.
     """
     manifest = compiled.manifest
-    if rows + tokens > manifest["max_kv"]:
-        raise error(TRACE_ROWS, rows=rows, tokens=tokens, max_kv=manifest["max_kv"])
+    if rows + (most := even(tokens, manifest["sequences"])[0]) > manifest["max_kv"]:
+        raise error(TRACE_ROWS, rows=rows, tokens=most, max_kv=manifest["max_kv"])
     where = str(resolve_device(device, manifest["arch"]))
     arena = pack_weights(manifest, random_weights(manifest, device="cpu" if where == "cpu" else where), where, progress=False)
     program = Program(manifest, compiled.source, where, arena, defines={TRACE: "1", **(defines or {})})
@@ -66,10 +69,11 @@ def record(
 
 
 def _fill_cache(program: Program, rows: int) -> None:
-    kv = program.kv
-    if kv is None or rows == 0:
+    if program.kv is None or rows == 0:
         return
     random = torch.Generator(program.device).manual_seed(2)
-    for layer in range(program.manifest["layers"]):
-        k, v = torch.randn(2, kv.kv_heads, rows, kv.head_dim, generator=random, device=program.device).bfloat16()
-        kv.write(layer, k, v)
+    for sequence in range(program.manifest["sequences"]):
+        kv = KvCache(program.manifest, program.buffers["kv"], sequence)
+        for layer in range(program.manifest["layers"]):
+            k, v = torch.randn(2, kv.kv_heads, rows, kv.head_dim, generator=random, device=program.device).bfloat16()
+            kv.write(layer, k, v)

@@ -53,6 +53,23 @@ class SupportsDLPack(Protocol):
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """What a step is given beside arenas, as DecodeStep.forward takes it: ids and, where they are given, positions and ancestors (n,),
+    kv_len () or (sequences,), counts (sequences,) of a batch; integers."""
+
+    ids: torch.Tensor
+    kv_len: torch.Tensor
+    counts: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """New tokens."""
+        return self.ids.shape[0]
+
+
+@dataclass(frozen=True)
 class Limits:
     """What a compiled step takes: at most ``tokens`` new ones, ids below ``vocab``, ``max_kv`` rows of each of ``sequences``, arenas of so
     many bytes."""
@@ -163,13 +180,11 @@ def check_room(used: int, rows: int, max_kv: int) -> None:
         raise_all([diagnose(KV_FULL, max_kv=max_kv, used=used, more=rows, room=max(0, min(max_kv, max_kv - used)))])
 
 
-def check_values(
-    limits: Limits, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None
-) -> None:
+def check_values(limits: Limits, given: StepInputs) -> None:
     """Raise what is wrong with values in host memory: MK450, MK451, MK454, MK455."""
-    count = ids.shape[0]
-    check_ids(ids.tolist(), limits.vocab)
-    check_room(int(kv_len), count, limits.max_kv)
+    count, positions, ancestors = given.number, given.positions, given.ancestors
+    check_ids(given.ids.tolist(), limits.vocab)
+    check_room(int(given.kv_len), count, limits.max_kv)
     found: list[Diagnostic] = []
     for index, position in enumerate([] if positions is None else positions.tolist()):
         if not 0 <= position < limits.max_kv:

@@ -21,7 +21,7 @@ from megadsl.runtime.control import (
 )
 from megadsl.runtime.generate import ANCESTORS as NO_ANCESTORS
 from megadsl.runtime.generate import KV_FULL, POSITION_RANGE
-from megadsl.torch.arguments import Limits, check_ids, raise_all
+from megadsl.torch.arguments import Limits, StepInputs, check_ids, raise_all
 
 COUNTS = declare(
     "MK499",
@@ -50,18 +50,10 @@ class BatchInputs:
         self._upto = torch.tensor(chains([number]), dtype=torch.int32, device=device)  # bits of all tokens up to each
         self._bit = torch.tensor([1 << i for i in range(number)], dtype=torch.int32, device=device)
 
-    def stage(
-        self,
-        ids: torch.Tensor,
-        kv_len: torch.Tensor,
-        counts: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        ancestors: torch.Tensor | None,
-    ) -> None:
+    def stage(self, given: StepInputs) -> None:
         """The inputs into the control block. Values that are out of range are kept within what the kernel can address."""
-        torch._foreach_copy_(
-            [self._lens, self._counts, self._head, self._ids], [kv_len, self._ones if counts is None else counts, self._head_words, ids]
-        )
+        positions, ancestors, counts = given.positions, given.ancestors, self._ones if given.counts is None else given.counts
+        torch._foreach_copy_([self._lens, self._counts, self._head, self._ids], [given.kv_len, counts, self._head_words, given.ids])
         self._counts.clamp_(0, self._number)
         self._lens.clamp_(min=0)
         torch.minimum(self._lens, self._limits.max_kv - self._counts, out=self._lens)
@@ -81,21 +73,15 @@ class BatchInputs:
             self._ancestors.copy_(ancestors)
 
 
-def check_batch(
-    limits: Limits,
-    ids: torch.Tensor,
-    kv_len: torch.Tensor,
-    counts: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    ancestors: torch.Tensor | None,
-) -> None:
+def check_batch(limits: Limits, given: StepInputs) -> None:
     """Raise what is wrong with values in host memory: MK450, MK451, MK454, MK455, MK499."""
-    check_ids(ids.tolist(), limits.vocab)
-    own = [1] * limits.sequences if counts is None else counts.tolist()
+    positions, ancestors = given.positions, given.ancestors
+    check_ids(given.ids.tolist(), limits.vocab)
+    own = [1] * limits.sequences if given.counts is None else given.counts.tolist()
     found: list[Diagnostic] = []
-    if min(own) < 0 or sum(own) != ids.shape[0]:
-        raise_all([diagnose(COUNTS, counts=own, number=ids.shape[0])])
-    for used, count in zip(kv_len.tolist(), own, strict=True):
+    if min(own) < 0 or sum(own) != given.number:
+        raise_all([diagnose(COUNTS, counts=own, number=given.number)])
+    for used, count in zip(given.kv_len.tolist(), own, strict=True):
         if not 0 <= used <= limits.max_kv - count:
             room = max(0, min(limits.max_kv, limits.max_kv - used))
             found.append(diagnose(KV_FULL, max_kv=limits.max_kv, used=used, more=count, room=room))

@@ -15,7 +15,7 @@ from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.runtime.control import ANCESTORS, FLAGS, KV_LEN, MOST_TOKENS, N_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
 from megadsl.runtime.generate import SEQUENCE_COUNT
 from megadsl.runtime.program import Program
-from megadsl.torch.arguments import Limits, check_kinds, check_memory, check_values, users_call
+from megadsl.torch.arguments import Limits, StepInputs, check_kinds, check_memory, check_values, users_call
 from megadsl.torch.batch import COUNTS, BatchInputs, check_batch
 
 NO_STEP = declare(
@@ -55,50 +55,31 @@ class LoadedStep:
         self._batch = [BatchInputs(words, number, self.limits) for number in numbers] if self.limits.sequences > 1 else []
         _loaded[self.name] = self
 
-    def check(
-        self,
-        ids: torch.Tensor,
-        kv_len: torch.Tensor,
-        counts: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        ancestors: torch.Tensor | None,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-    ) -> None:
+    def check(self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor) -> None:
         """Raise what can be said without reading values."""
-        inputs = {"ids": ids, "kv_len": kv_len, "counts": counts, "positions": positions, "ancestors": ancestors}
-        check_kinds(self.limits, self.program.device, inputs, {"weights": weights, "cache": cache})
-        if counts is None and self.limits.sequences > 1 and ids.shape[0] != self.limits.sequences:
-            raise error(COUNTS, users_call(), counts=None, number=ids.shape[0])
-        if counts is not None and self.limits.sequences == 1:
+        check_kinds(self.limits, self.program.device, vars(given), {"weights": weights, "cache": cache})
+        if given.counts is None and self.limits.sequences > 1 and given.number != self.limits.sequences:
+            raise error(COUNTS, users_call(), counts=None, number=given.number)
+        if given.counts is not None and self.limits.sequences == 1:
             raise error(SEQUENCE_COUNT, users_call(), model=self.program.manifest["model"], sequences=1, mend="give no counts")
 
-    def run(
-        self,
-        ids: torch.Tensor,
-        kv_len: torch.Tensor,
-        counts: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        ancestors: torch.Tensor | None,
-        weights: torch.Tensor,
-        cache: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue a launch and what brings its inputs, on torch's current stream, without waiting for the host."""
-        program, number = self.program, ids.shape[0]
+        program, number = self.program, given.number
         check_memory({"weights": weights, "cache": cache})
         batch = self.limits.sequences > 1
         if program.device.type == "cpu" and batch:
-            check_batch(self.limits, ids, kv_len, counts, positions, ancestors)
+            check_batch(self.limits, given)
         elif program.device.type == "cpu":
-            check_values(self.limits, ids, kv_len, positions, ancestors)
+            check_values(self.limits, given)
         # the kernel writes the rows of all tokens that it is compiled for
         logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
         inputs = self._inputs[number]
         with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
             if batch:
-                self._batch[number].stage(ids, kv_len, counts, positions, ancestors)
+                self._batch[number].stage(given)
             else:
-                inputs.stage(ids, kv_len, positions, ancestors)
+                inputs.stage(given)
             program.launch()
             chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)
         return logits[:number], chosen
@@ -131,15 +112,15 @@ class _Inputs:
         self._chain = torch.tensor([(2 << i) - 1 for i in range(number)], device=words.device)
         self._ahead = torch.arange(number, dtype=torch.int32, device=words.device)
 
-    def stage(self, ids: torch.Tensor, kv_len: torch.Tensor, positions: torch.Tensor | None, ancestors: torch.Tensor | None) -> None:
+    def stage(self, given: StepInputs) -> None:
         """The inputs into the control block, in two or three small kernels. Values on a GPU cannot be refused without waiting for it, so
         they are kept within what the kernel can address."""
-        given = [kv_len.reshape(1), self._counts, ids, self._chain if ancestors is None else ancestors]
-        if positions is not None:
-            given.append(positions)
-        torch._foreach_copy_(self._into[: len(given)], given)
+        values = [given.kv_len.reshape(1), self._counts, given.ids, self._chain if given.ancestors is None else given.ancestors]
+        if given.positions is not None:
+            values.append(given.positions)
+        torch._foreach_copy_(self._into[: len(values)], values)
         torch.clamp(self._all, self._least, self._most, out=self._all)
-        if positions is None:
+        if given.positions is None:
             torch.add(self._rows, self._ahead, out=self._positions)
 
 
@@ -164,8 +145,9 @@ def decode_step(
     As DecodeStep.forward, which is what to call; the arenas ``weights`` and ``cache`` are uint8. Raises MK450 to MK455, MK482 to MK487.
     """
     loaded = _find(step)
-    loaded.check(ids, kv_len, counts, positions, ancestors, weights, cache)
-    return loaded.run(ids, kv_len, counts, positions, ancestors, weights, cache)
+    given = StepInputs(ids, kv_len, counts, positions, ancestors)
+    loaded.check(given, weights, cache)
+    return loaded.run(given, weights, cache)
 
 
 @decode_step.register_fake
@@ -180,7 +162,7 @@ def _decode_step_fake(
     step: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     loaded = _find(step)
-    loaded.check(ids, kv_len, counts, positions, ancestors, weights, cache)
+    loaded.check(StepInputs(ids, kv_len, counts, positions, ancestors), weights, cache)
     number = ids.shape[0]
     logits = ids.new_empty((number, loaded.limits.vocab), dtype=torch.float32)
     return logits, ids.new_empty((number if loaded.chooses else 0,), dtype=torch.int64)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megadsl.check.model import Device, evaluate
-from megadsl.check.polls import merge
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan
 from megadsl.lower.gathers import is_wide
 from megadsl.lower.programs import instructions
@@ -123,7 +122,7 @@ def _polled(plan: Plan, instr: Instr) -> list[list[int]]:
 
 def _of_its_cluster(plan: Plan, instr: Instr) -> list[list[int]]:
     """Blocks that send a block what it adds of an attention: nobody, to one without a unit."""
-    return [[int(other) for other in row.nonzero()[0]] for row in merge(Device(plan), instr)[0]]
+    return [list(partners) for partners in Device(plan).partners(instr.op)]
 
 
 def _end(plan: Plan, instr: Instr, phase: str, looped: bool, value: str, round_: str) -> dict[str, Any]:

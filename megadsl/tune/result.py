@@ -20,8 +20,8 @@ from megadsl.tune.subject import Subject
 def about(subject: Subject, lengths: Sequence[int]) -> dict[str, Any]:
     """What a search is about: the model, the steps that are timed, and the schedule to start from."""
     start = [f"{left} = {right}" for left, right in statements(Overrides(subject.arch, subject.records))]
-    asked = {"model": subject.model, "arch": subject.arch, "tokens": subject.tokens, "kv": list(lengths), "max_kv": subject.max_kv}
-    return {**asked, "start": start}
+    asked = {"model": subject.model, "arch": subject.arch, "tokens": subject.tokens, "sequences": subject.sequences}
+    return {**asked, "kv": list(lengths), "max_kv": subject.max_kv, "start": start}
 
 
 def tuned(subject: Subject, lengths: Sequence[int], result: Result, known: Mapping[str, Any]) -> ScheduleFile:
@@ -30,7 +30,9 @@ def tuned(subject: Subject, lengths: Sequence[int], result: Result, known: Mappi
     decisions = [d for record in (*subject.records, *result.best.point.records) for d in decided(record)]
     records = tuple(recorded(_as_decided(d, result.best)) for d in decisions)
     beside = {side_of(d): f"{step.gain.median:+.2%}" for step in result.steps for d in step.decisions}
-    head = Head(subject.arch, subject.model, subject.tokens, (min(lengths), max(lengths)), str(known.get("gpu", "")) or None)
+    head = Head(
+        subject.arch, subject.model, subject.tokens, (min(lengths), max(lengths)), str(known.get("gpu", "")) or None, subject.sequences
+    )
     file = written(head, Overrides(subject.arch, records), beside)
     top = Note(above=tuple(f"# {line}" for line in _top(result, known)))
     return replace(file, notes=MappingProxyType({**file.notes, ScheduleFile.TOP: top}))
@@ -54,7 +56,7 @@ def _as_decided(decision: Decision, best: Built) -> Decision:
 
 def _top(result: Result, known: Mapping[str, Any]) -> Iterator[str]:
     yield f"found by megadsl tune in {result.trials} candidates"
-    yield ", ".join(f"{key} {value}" for key, value in known.items() if key not in ("start", "model", "tokens"))
+    yield ", ".join(f"{key} {value}" for key, value in known.items() if key not in ("start", "model", "tokens", "sequences"))
     yield f"gains from {result.floor:.2%} on were taken"
     for base, best in result.medians:
         yield f"{base:.4f} ms to start from, {best:.4f} ms with this schedule"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megadsl.build.cache import digest
 from megadsl.build.host import build_library
 from megadsl.build.nvcc import NVCC_FAILED, build_cubin
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model, load_model
 from megadsl.dsl.chosen import choose
 from megadsl.dsl.overrides import Decision, Override, Overrides, SetRing, SetSync, recorded
+from megadsl.entries import digest
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.contest_kinds import REFUSED, Kernel
@@ -26,8 +26,8 @@ EMULATOR = "cpu"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a model with a number of tokens and rows of the KV cache, compiled for ``device`` ("cuda", "cpu": the emulator) from
-    the schedule that ``records`` make of the default one."""
+    """What is tuned: a model with a number of tokens, of sequences and of rows of each KV cache, compiled for ``device`` ("cuda",
+    "cpu": the emulator) from the schedule that ``records`` make of the default one."""
 
     model: str
     config: Path | None
@@ -37,15 +37,24 @@ class Subject:
     arch: str
     device: str
     records: tuple[Override, ...]
+    sequences: int = 1
 
     @staticmethod
     def of(
-        model: str, config: Path | None, tokens: int, max_kv: int, blocks: int | None, arch: str, device: str, schedule: str | None
+        model: str,
+        config: Path | None,
+        tokens: int,
+        max_kv: int,
+        blocks: int | None,
+        arch: str,
+        device: str,
+        schedule: str | None,
+        sequences: int = 1,
     ) -> Subject:
         """From the ``schedule`` that :func:`compile_model` would take. Raises MegadslError."""
         name, kernel, _, rows = load_model(model, config, max_kv)
-        chosen = choose(schedule, name, kernel, arch, tokens)
-        own = Subject(model, config, tokens, rows, blocks, arch, device, chosen.overrides.records)
+        chosen = choose(schedule, name, kernel, arch, tokens, sequences)
+        own = Subject(model, config, tokens, rows, blocks, arch, device, chosen.overrides.records, sequences)
         found = own.compiled()
         return replace(own, records=tuple(recorded(_named(d, found)) for d in chosen.overrides.decisions()))
 
@@ -57,6 +66,7 @@ class Subject:
             arch=self.arch,
             tokens=self.tokens,
             max_kv=self.max_kv,
+            sequences=self.sequences,
             blocks=self.blocks,
             schedule=Overrides(self.arch, (*self.records, *added)),
         )
