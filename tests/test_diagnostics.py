@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, str] = {
     "MK268": "test_schedule_chosen.py::test_another_architecture",
     "MK269": "test_schedule_chosen.py::test_a_file_that_is_meant_otherwise",
     "MK281": "test_custom_ops.py::test_a_meaning_that_is_not_what_was_declared",
-    "MK283": "test_formats.py::test_asked_for_at_compilation",
+    "MK289": "test_formats.py::test_asked_for_at_compilation",
     "MK301": "test_build_nvcc.py::test_no_compiler_names_the_pip_line",
     "MK302": "test_build_nvcc.py::test_a_refused_kernel_shows_the_compilers_own_lines",
     "MK303": "test_build_cache.py::test_an_unwritable_cache_warns_once_and_works",

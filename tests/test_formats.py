@@ -16,9 +16,9 @@ import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.schedule import ScheduleBlock
+from megadsl.ir.formats import DEVICE_SCALE, FORMATS
 from megadsl.ir.graph import Linear
 from megadsl.machine import ARCHES
-from megadsl.ops.formats import DEVICE_SCALE, FORMATS
 from megadsl.reference.formats import E2M1, Quantised, dequantised, operands, quantised
 from megadsl.runtime.pack import arranged
 from tests.kernels import Bench, check, compiled, one_build, steps
@@ -205,13 +205,13 @@ def test_declared_in_the_spec() -> None:
     for name in NARROW:
         assert compile_model(own, config={"format": name}, blocks=2, max_kv=16).graph.op("w").format == name  # type: ignore[union-attr]
     (wrong,) = findings(lambda: compile_model(own, config={"format": "fp7"}, blocks=2, max_kv=16))
-    assert wrong.code == "MK282" and wrong.span.line == own.function.__code__.co_firstlineno + 3
+    assert wrong.code == "MK288" and wrong.span.line == own.function.__code__.co_firstlineno + 3
     assert "there is no format 'fp7'" in wrong.message and "bf16, fp8, int8, nvfp4, mxfp4, int4" in wrong.mend
 
 
 def test_asked_for_at_compilation() -> None:
     found = findings(lambda: compile_model("llama-tiny", formats="fp9, o_proj=int8, x_proj=int3"))
-    assert [one.code for one in found] == ["MK282", "MK282", "MK283"]
+    assert [one.code for one in found] == ["MK288", "MK288", "MK289"]
     assert "no linear called 'x_proj'" in found[2].message and "qkv_proj" in found[2].mend
     graph = compile_model("llama-tiny", formats="nvfp4, o_proj=bf16, lm_head=fp8", blocks=2, max_kv=64).graph
     assert {op.name: op.format for op in graph.ops if isinstance(op, Linear)} == {

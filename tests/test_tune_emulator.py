@@ -55,6 +55,8 @@ def test_a_search_in_the_emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_batch_is_searched_as_a_batch() -> None:
     """All that is compiled of it is of its sequences, and its schedule says for how many it is."""
     subject = Subject.of("llama-tiny", None, 4, 96, 2, DEFAULT_ARCH, "cpu", "none", 2)
+    narrow = replace(subject, formats="int8")
+    assert narrow.compiled().graph.op("o_proj").format == "int8" and about(narrow, LENGTHS)["formats"] == "int8"  # type: ignore[union-attr]
     found = subject.compiled()
     assert found.manifest["sequences"] == found.schedule.sequences == 2 and subject.scene(found).schedule == found.schedule
     refused = Build(replace(subject, sequences=5))(Point())

@@ -12,7 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Sequences, Tokens, blocks_on, numbers, resolve
+from megadsl.cli.options import (
+    Arch,
+    Blocks,
+    Config,
+    Device,
+    Formats,
+    MaxKv,
+    Model,
+    On,
+    Schedule,
+    Sequences,
+    Tokens,
+    blocks_on,
+    numbers,
+    resolve,
+)
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -55,6 +70,7 @@ def command(
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
     blocks: Blocks = None,
+    formats: Formats = None,
 ) -> None:
     """Find the schedule with which a step of MODEL is fastest on this GPU.
 
@@ -74,7 +90,7 @@ def command(
     lengths, own = numbers("--kv", kv, least=0), each_has(tokens, sequences)
     chosen, count = resolve(device, arch), processes or max(1, (os.cpu_count() or 1) - KEPT_CORES)
     room = max(DEFAULT_MAX_KV, max(lengths) + forced_rows(own)) if max_kv is None else max_kv
-    subject = Subject.of(model, config, tokens, room, blocks_on(chosen, blocks), arch, chosen.value, schedule, sequences)
+    subject = Subject.of(model, config, tokens, room, blocks_on(chosen, blocks), arch, chosen.value, schedule, sequences, formats)
     stand = Stand(subject, lengths, count)
     try:
         known = {**about(subject, lengths), "seed": seed, "effort": effort.value, **stand.describe()}

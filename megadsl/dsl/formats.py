@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from megadsl.diagnostics import collecting
+from megadsl.ir.formats import FORMAT_OP, FORMAT_UNKNOWN, FORMATS
 from megadsl.ir.spec import Node, Spec
-from megadsl.ops.formats import FORMAT_OP, FORMAT_UNKNOWN, FORMATS
 
 Formats: TypeAlias = "str | Mapping[str, str] | None"
 
@@ -18,7 +18,7 @@ def with_formats(spec: Spec, formats: Formats) -> Spec:
     """``spec`` with the weights of its linears in the formats asked for.
 
     "nvfp4": all linears of the layers; "nvfp4, lm_head=fp8": also that one; "o_proj=int8": that one alone; a mapping says the same, with ""
-    for all linears of the layers. MK282 for a format and MK283 for a linear that there is not, all at once.
+    for all linears of the layers. MK288 for a format and MK289 for a linear that there is not, all at once.
     """
     asked = dict(formats) if isinstance(formats, Mapping) else _parsed(formats or "")
     if not asked:

@@ -11,8 +11,8 @@ from megadsl.dsl.naming import joint_stem, stem
 from megadsl.dsl.tensor import KVCache, Scalar, Tensor
 from megadsl.dsl.tracer import current
 from megadsl.expr import parse
+from megadsl.ir.formats import FORMAT_UNKNOWN, FORMATS
 from megadsl.ir.spec import Tensor as SpecTensor
-from megadsl.ops.formats import FORMAT_UNKNOWN, FORMATS
 from megadsl.ops.rope import rope_scaling
 from megadsl.source import caller_span
 from megadsl.types import Drawn, DType, Lifetime, PerLayer
@@ -83,8 +83,8 @@ def linear(
     ``bias``, a vector weight (rows,), is added; of several weights a sequence with one for each.
     Accumulates in fp32, rounds to bf16. One tensor for one weight, else a tuple. The op is called ``name``, by default after
     its weights: o_proj; qkv_proj for q_proj, k_proj, v_proj. MK109 name taken, MK112 to MK114, MK250 and MK251 for wrong shapes,
-    ``format``: what the weights are in memory, "bf16", "fp8", "int8", "nvfp4", "mxfp4" or "int4" (megadsl/ops/formats.py); they are
-    made of the checkpoint's when these are packed. MK141 no weight, MK282 no such format.
+    ``format``: what the weights are in memory, "bf16", "fp8", "int8", "nvfp4", "mxfp4" or "int4" (megadsl/ir/formats.py); they are
+    made of the checkpoint's when these are packed. MK141 no weight, MK288 no such format.
     """
     tracer, span = current("linear"), caller_span()
     if not weights:

@@ -17,6 +17,7 @@ from jinja2.bccache import Bucket, BytecodeCache
 from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
+from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, Plan, Verb
 from megadsl.lower.exchanges import is_local, merges_in_cluster
@@ -31,7 +32,6 @@ from megadsl.lower.programs import instructions
 from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
-from megadsl.ops.formats import FORMATS
 from megadsl.resources import templates
 
 

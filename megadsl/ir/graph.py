@@ -35,7 +35,7 @@ class WeightRef:
     name: str
     shape: tuple[int, ...]
     per_layer: bool
-    format: str = "bf16"  # as a linear multiplies it: a key of ops.formats.FORMATS
+    format: str = "bf16"  # as a linear multiplies it: a key of ir.formats.FORMATS
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Linear:
 
     @property
     def format(self) -> str:
-        """Of the weights, a key of ops.formats.FORMATS: all parts have one."""
+        """Of the weights, a key of ir.formats.FORMATS: all parts have one."""
         return self.parts[0].weight.format
 
     @property

@@ -183,7 +183,7 @@ class PackRecord:
 
     A matrix is tiles of 8 rows x ``tile_columns`` in panels of 32 columns, row groups outermost; depends on the
     tile layout only, never on a schedule, so that tuning does not repack. A bias has one element for each row of its matrix,
-    in order; so has a scale, in fp32. ``format`` is a matrix's, or that of the matrix whose rows are scaled (ops.formats).
+    in order; so has a scale, in fp32. ``format`` is a matrix's, or that of the matrix whose rows are scaled (ir.formats).
     """
 
     name: str

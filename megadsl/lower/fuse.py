@@ -9,11 +9,11 @@ from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.naming import stem, unique
 from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Arg, Expr, arg_names, substitute
+from megadsl.ir.formats import PLAIN
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, Value, ValueRef, WeightRef
 from megadsl.ir.spec import Carried, Node, Spec, Tensor
 from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.compose import Composition, Stacked, compose
-from megadsl.ops.formats import PLAIN
 from megadsl.types import Lifetime
 
 MAP_INTO_ATTENTION = declare(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from megadsl.ir.formats import FORMATS, PLAIN
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, Part, Rope, RowMap, WeightRef
 from megadsl.ir.plan import PackRecord, PackSource, Region
 from megadsl.lower.operands import head_vectors, vectors
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
-from megadsl.ops.formats import FORMATS, PLAIN
 from megadsl.types import Level, round_up
 
 ALIGN = 128  # bulk copies want 16; a whole cache line keeps neighbours apart

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
+from megadsl.ir.formats import PLAIN
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
@@ -17,7 +18,6 @@ from megadsl.lower.packing import natural_bytes
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
-from megadsl.ops.formats import PLAIN
 from megadsl.source import Span
 from megadsl.types import KIB, MIB, PerLayer, ceil_div, round_up
 

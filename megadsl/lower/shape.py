@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 
+from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.plan import Exchange, Record
 from megadsl.ir.schedule import OpSchedule, Schedule
@@ -17,7 +18,6 @@ from megadsl.lower.operands import head_vectors, input_area, prologue_values, sc
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.tiling import tiling
 from megadsl.ops.custom import weight_elements
-from megadsl.ops.formats import FORMATS
 from megadsl.types import PerLayer, round_up
 
 LOG2_E = math.log2(math.e)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import HEAD_PANEL, Linear
-from megadsl.ops.formats import FORMATS
 from megadsl.types import ceil_div, round_up
 
 GROUP_ROWS = 8  # rows per tile; they fill the mma's 16 as two column ranges

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from megadsl.diagnostics import Collector, declare
 from megadsl.ir import graph
 from megadsl.ir.expr import arg_names
+from megadsl.ir.formats import FORMATS, PANEL_COLUMNS, PANEL_ROWS
 from megadsl.ir.spec import Node, Tensor
 from megadsl.ops.base import Cost, Family, Outline, shape_text
-from megadsl.ops.formats import FORMATS, PANEL_COLUMNS, PANEL_ROWS
 from megadsl.types import DType, Lifetime
 
 LINEAR_RANK = declare(

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megadsl.ops.formats import FORMATS, WeightFormat
+from megadsl.ir.formats import FORMATS, WeightFormat
 from megadsl.types import round_up
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code without its sign

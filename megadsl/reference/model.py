@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megadsl.ir.expr import Expr
+from megadsl.ir.formats import PLAIN
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Graph, Linear, Op, Part, Rope, RowMap, ValueRef, WeightRef
-from megadsl.ops.formats import PLAIN
 from megadsl.reference import custom, meaning
 from megadsl.reference.formats import dequantised
 from megadsl.types import at_layer

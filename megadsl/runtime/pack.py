@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megadsl.build.cache import cached
 from megadsl.diagnostics import declare, warn
-from megadsl.ops.formats import DEVICE_SCALE, FORMATS, PLAIN
+from megadsl.ir.formats import DEVICE_SCALE, FORMATS, PLAIN
 from megadsl.reference.formats import Quantised, quantised
 from megadsl.runtime.readahead import read_ahead
 from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate

@@ -21,7 +21,8 @@ def about(subject: Subject, lengths: Sequence[int]) -> dict[str, Any]:
     """What a search is about: the model, the steps that are timed, and the schedule to start from."""
     start = [f"{left} = {right}" for left, right in statements(Overrides(subject.arch, subject.records))]
     asked = {"model": subject.model, "arch": subject.arch, "tokens": subject.tokens, "sequences": subject.sequences}
-    return {**asked, "kv": list(lengths), "max_kv": subject.max_kv, "start": start}
+    formats = {} if subject.formats is None else {"formats": subject.formats}
+    return {**asked, **formats, "kv": list(lengths), "max_kv": subject.max_kv, "start": start}
 
 
 def tuned(subject: Subject, lengths: Sequence[int], result: Result, known: Mapping[str, Any]) -> ScheduleFile:

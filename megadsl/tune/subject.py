@@ -38,6 +38,7 @@ class Subject:
     device: str
     records: tuple[Override, ...]
     sequences: int = 1
+    formats: str | None = None
 
     @staticmethod
     def of(
@@ -50,11 +51,12 @@ class Subject:
         device: str,
         schedule: str | None,
         sequences: int = 1,
+        formats: str | None = None,
     ) -> Subject:
         """From the ``schedule`` that :func:`compile_model` would take. Raises MegadslError."""
         name, kernel, _, rows = load_model(model, config, max_kv)
-        chosen = choose(schedule, name, kernel, arch, tokens, sequences)
-        own = Subject(model, config, tokens, rows, blocks, arch, device, chosen.overrides.records, sequences)
+        chosen = choose(schedule, name, kernel, arch, tokens, sequences, as_measured=not formats)
+        own = Subject(model, config, tokens, rows, blocks, arch, device, chosen.overrides.records, sequences, formats)
         found = own.compiled()
         return replace(own, records=tuple(recorded(_named(d, found)) for d in chosen.overrides.decisions()))
 
@@ -68,6 +70,7 @@ class Subject:
             max_kv=self.max_kv,
             sequences=self.sequences,
             blocks=self.blocks,
+            formats=self.formats,
             schedule=Overrides(self.arch, (*self.records, *added)),
         )
 

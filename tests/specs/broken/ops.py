@@ -356,5 +356,5 @@ def depth(cfg: Any, tokens: int = 1) -> mk.Tensor:
 @mk.kernel
 def format_unknown(cfg: Any, tokens: int = 1) -> mk.Tensor:
     return head(mk.linear(start(tokens), square("w"), format="fp7"))
-    # MK282 `mk.linear(` | linear 'w': there is no format 'fp7' of weights | bf16, fp8, int8, nvfp4, mxfp4, int4
+    # MK288 `mk.linear(` | linear 'w': there is no format 'fp7' of weights | bf16, fp8, int8, nvfp4, mxfp4, int4
     # mend: format="fp7" => format="fp8"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from megadsl.diagnostics import declare
 
-FORMAT_UNKNOWN = declare("MK282", "{what}: there is no format {name!r} of weights", "take one of {known}")
-FORMAT_OP = declare("MK283", "formats {asked!r}: the kernel has no linear called {op!r}", "its linears are {known}")
+FORMAT_UNKNOWN = declare("MK288", "{what}: there is no format {name!r} of weights", "take one of {known}")
+FORMAT_OP = declare("MK289", "formats {asked!r}: the kernel has no linear called {op!r}", "its linears are {known}")
 
 PANEL_ROWS, PANEL_COLUMNS = 8, 32
 
