@@ -27,7 +27,6 @@ from megadsl.runtime.bench_steps import StepsRow, StepsTrial
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.cuda import machine_of
 from megadsl.runtime.generate import Compiled
-from megadsl.runtime.kv import KvCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.weights import TensorSource, needed, random_weights
@@ -213,6 +212,8 @@ class Subject:
         self.program.reset()
         programs = [self.program, *([self.apart] if self.apart is not None else [])]
         programs += self.steps.programs if self.steps is not None else ()
+        for program in programs:
+            program.reserve([rows] * self.sequences)
         for index, (oracle, bf16) in enumerate(zip(self.oracle.models, self.bf16.models, strict=True)):
             for (cache, layer), (keys, values) in oracle.caches.items():
                 shape = keys[:, :rows].shape
@@ -222,7 +223,7 @@ class Subject:
                     for tensor in all_of_them:
                         tensor[:, :rows] = new.to(tensor)
                 for program in programs:
-                    KvCache(program.manifest, program.buffers["kv"], index).write(layer, k, v)
+                    program.rows(index).write(layer, k, v)
             oracle.kv_len = bf16.kv_len = rows
         self._rows = rows
 
