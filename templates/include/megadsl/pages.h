@@ -37,10 +37,11 @@ struct Pages {
   // The page that is read: of a number that is none, the pool's last one.
   MK_DEV u32 readable(u32 page) const { return min_u32(page, count - 1); }
 
-  // Where a chunk is appended to. False where the table has no page for it: then nothing is written.
-  MK_DEV bool find(char*& chunk, const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 sequence, u32 index,
+  // Where a chunk is appended to. False where the table has no page for it: then nothing is written. What could be worked out of the row ahead
+  // of all layers is not: it would cost registers that attention needs.
+  MK_DEV bool find(char*& chunk, const Buffers& buffers, const AttentionShape& s, u32 layer, u32 head, u32 sequence, u32 at_chunk,
                    u32 chunk_bytes) const {
-    const u32 page = entry(sequence, index);
+    const u32 index = ptx::opaque(at_chunk), page = entry(sequence, index);
     if (page >= count) return false;
     const size_t at = size_t(u32(s.kv)) + size_t(u32(s.layer_stride)) * layer + size_t(u32(s.head_stride)) * (u32(s.kv_heads) * page + head);
     chunk = buffers.kv + at * 16 + size_t(index % kChunks) * chunk_bytes;

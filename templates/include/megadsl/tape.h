@@ -269,17 +269,23 @@ struct Tape {
       for (u32 pass = 0; pass < e.repeats; ++pass) stream_pages(e, unit.head, 0, unit.begin, unit.end);
     }
   }
-  // Where a chunk of a page lies.
-  MK_DEV const char* page_chunk(const TapeEntry& e, u32 layer, u32 head, u32 page, u32 chunk) const {
+  // A KV head's run of the first page, and the bytes from page to page.
+  struct PageRuns {
+    const char* first;
+    u64 stride;
+    MK_DEV const char* at(u32 page, u32 chunk, u32 chunk_bytes) const { return first + stride * page + chunk * chunk_bytes; }
+  };
+  MK_DEV PageRuns page_runs(const TapeEntry& e, u32 layer, u32 head) const {
     const u32 heads = Divisor{e.splits, e.splits_inverse}.divide_any(e.units);
-    const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * (heads * page + head);
-    return buffers.kv + at * 16 + size_t(chunk) * e.bytes;
+    const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * head;
+    return {buffers.kv + at * 16, u64(e.stride) * 16 * heads};
   }
   // Chunks [begin, end) of a sequence, as the same stages as where they follow each other, each put together from its pages. While the
   // loader waits for room for a page's chunks, the next one's entry is on its way.
   MK_DEV void stream_pages(const TapeEntry& e, u32 head, u32 sequence, u32 begin, u32 end) {
     if (begin == end) return;
     const u32 per_stage = e.step / e.bytes;
+    const PageRuns runs = page_runs(e, cx.layer, head);
     u32 next = cached_rows.entry(sequence, begin), tile = 0;
 #pragma unroll 1
     for (u32 first = begin; first < end; first += per_stage, ++tile) {
@@ -287,7 +293,7 @@ struct Tape {
       loader.load_parts(e.site, tile, chunks * e.bytes, [&](smem_ptr<char> stage, smem_ptr<u64> full) {
         u32 done = 0;
         cached_rows.for_each_part(sequence, first, first + chunks, end, next, [&](u32 page, u32 inside, u32 count) {
-          Copies::copy(stage.template at<char>(done), page_chunk(e, cx.layer, head, page, inside), count * e.bytes, full, e.policy);
+          Copies::copy(stage.template at<char>(done), runs.at(page, inside, e.bytes), count * e.bytes, full, e.policy);
           done += count * e.bytes;
         });
       });
@@ -334,12 +340,13 @@ struct Tape {
     for (u32 index = cx.block; index < e.units; index += cx.blocks.value) {
       const Unit unit = unit_of(e, index, layer);
       if (unit.begin == unit.end) continue;
+      const PageRuns runs = page_runs(e, layer, unit.head);
       u32 next = cached_rows.entry(0, unit.begin), left = e.repeats;
       const u32 end = min_u32(unit.end, unit.begin + ceil_div(left, e.bytes));
       cached_rows.for_each_part(0, unit.begin, end, end, next, [&](u32 page, u32 inside, u32 count) {
         const u32 size = min_u32(count * e.bytes, left);
         left -= size;
-        Copies::prefetch(page_chunk(e, layer, unit.head, page, inside), size);
+        Copies::prefetch(runs.at(page, inside, e.bytes), size);
       });
     }
   }
