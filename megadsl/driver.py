@@ -73,8 +73,9 @@ def compile_model(
 
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. sequences: independent ones (1 to 8), each
     with KV caches of its own, that a launch's new tokens may belong to; a batch. kv_page: 16, 32 or 64, and cached rows lie in pages of so
-    many, kv_pages of them for all sequences (default: enough for all rows of all); 0, and the rows of a sequence follow each other. blocks: persistent blocks (default: at
-    most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
+    many, kv_pages of them for all sequences (default: enough for all rows of all); 0, and the rows of a sequence follow each other.
+    blocks: persistent blocks (default: at most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the
+    emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
     Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
@@ -90,7 +91,8 @@ def compile_model(
     overrides = chosen.overrides
     if scope is not None:
         overrides = in_scope(overrides, scope, kernel.span)
-    state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, page_rows=kv_page, pool_pages=kv_pages, overrides=overrides, between=between)
+    size: dict[str, Any] = {"max_kv": rows, "sequences": sequences, "page_rows": kv_page, "pool_pages": kv_pages}
+    state = lower(spec, target, blocks=blocks, overrides=overrides, between=between, **size)
     report = check_plan(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))

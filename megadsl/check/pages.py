@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megadsl.check.batch import batches, segments
 from megadsl.check.model import Device, attention_unit
@@ -96,8 +97,8 @@ def check_pages(device: Device, findings: Findings) -> list[str]:
     _apart(device, sorted(ends, key=lambda end: end[:2]), findings)
     pages, entries = device.records[PAGES]
     return [
-        f"KV pages of {rows} rows: each stage of {shown} runs of cached rows has, page by page, the chunks that it has where rows follow each"
-        " other, and new rows go to the places that are read",
+        f"KV pages of {rows} rows: each stage of {shown} runs of cached rows has, page by page, the chunks that it has where rows follow"
+        " each other, and new rows go to the places that are read",
         f"KV pages: heads, pages, layers and caches of a pool of {pages} lie apart and within the arena, {entries} entries a sequence reach"
         " every row",
     ]
@@ -127,7 +128,7 @@ def _pool(device: Device, op: Attention, pool: Pool, findings: Findings) -> None
 
 
 def _apart(device: Device, caches: list[tuple[int, int, Attention]], findings: Findings) -> None:
-    for (_, end, _), (begin, _, op) in zip(caches, caches[1:], strict=False):
+    for (_, end, _), (begin, _, op) in pairwise(caches):
         if begin < end:
             _wrong(op, f"they begin at byte {begin}, those of the cache before end at {end}", findings, Pool.of(device, op))
 

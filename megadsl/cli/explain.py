@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from megadsl import resources
-from megadsl.cli.options import Arch, Blocks, Config, MaxKv, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, KvPage, KvPages, MaxKv, Schedule, Sequences, Tokens
 from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
@@ -32,6 +32,8 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     diff: Annotated[
@@ -59,7 +61,8 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences, "blocks": blocks}
+    size = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages, "blocks": blocks}
+    shared: dict[str, Any] = {"config": config, "arch": arch, **size}
     if diff is not None:
         from megadsl.lower.difference import difference
 

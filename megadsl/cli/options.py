@@ -56,6 +56,16 @@ Sequences = Annotated[
     int,
     typer.Option("--sequences", min=1, metavar="N", help="Independent sequences, at most 8, whose new tokens one launch takes: a batch."),
 ]
+KvPage = Annotated[
+    int,
+    typer.Option(
+        "--kv-page", min=0, metavar="N", help="Rows of a page of the KV cache: 16, 32 or 64. Default: none, a sequence's rows lie together."
+    ),
+]
+KvPages = Annotated[
+    int,
+    typer.Option("--kv-pages", min=0, metavar="N", help="Pages that all sequences share. Default: enough for --max-kv rows of each."),
+]
 Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),

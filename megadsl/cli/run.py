@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import Arch, Blocks, Config, Device, KvPage, KvPages, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
@@ -41,6 +41,8 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
 ) -> None:
@@ -52,7 +54,8 @@ def command(
     from megadsl.runtime.generate import Generator
 
     chosen, sequences = resolve(device, arch), min(len(prompt), MOST_SEQUENCES)
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences}
+    size = {"tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages}
+    shared: dict[str, Any] = {"config": config, "arch": arch, **size}
     compiled = compile_model(model, **shared, blocks=blocks_on(chosen, blocks), schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)

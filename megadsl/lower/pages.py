@@ -1,8 +1,8 @@
 """Cached rows in pages: how large a page is, how many a pool has, and what is refused.
 
-A page is 16, 32 or 64 rows of one sequence, in all layers and of K and V. Its KV heads follow each other, each a run of whole chunks, so that
-one bulk copy brings what a unit needs of it. A layer has a pool of pages, which all sequences share; a table in device memory has per
-sequence the numbers of its pages, the same for all layers.
+A page is 16, 32 or 64 rows of one sequence, in all layers and of K and V. Its KV heads follow each other, each a run of whole chunks, so
+that one bulk copy brings what a unit needs of it. A layer has a pool of pages, which all sequences share; a table in device memory has
+per sequence the numbers of its pages, the same for all layers.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def table_bytes(schedule: Schedule) -> int:
 def check_pages(schedule: Schedule, graph: Graph, found: Collector) -> None:
     """MK282 and MK283."""
     rows, pages = schedule.page_rows, schedule.pool_pages
+    least = schedule.sequences * ceil_div(graph.tokens, rows) if rows > 0 else 0
     if rows not in (0, *PAGE_ROWS):
         found.add(KV_PAGE, graph.span, rows=rows)
-        return
-    if not rows and pages:
-        found.add(KV_PAGES, graph.span, pages=pages, why="but cached rows are not in pages", mend="say how many rows a page has as well, or leave it out")
+    elif not rows and pages:
+        why, mend = "but cached rows are not in pages", "say how many rows a page has as well, or leave it out"
+        found.add(KV_PAGES, graph.span, pages=pages, why=why, mend=mend)
     elif rows and not any(isinstance(op, Attention) for op in graph.ops):
         why, mend = f"but {graph.name!r} has no KV cache", "compile it without pages"
         found.add(KV_PAGES, graph.span, pages=pages or "some", why=why, mend=mend)
-    elif rows and pages and pages < (least := schedule.sequences * ceil_div(graph.tokens, rows)):
+    elif pages and pages < least:
         why = f"of which a step of {graph.tokens} tokens of {schedule.sequences} sequences may need {least}"
-        found.add(KV_PAGES, graph.span, pages=pages, why=why, mend=f"use at least {least}, or leave it out: then all rows of all sequences have pages")
-    elif pages < 0:
-        found.add(KV_PAGES, graph.span, pages=pages, why="which is less than none", mend="leave it out, or use a greater one")
+        mend = f"use at least {least}, or leave it out: then there are pages for all rows of all sequences"
+        found.add(KV_PAGES, graph.span, pages=pages, why=why, mend=mend)
 
 
 def with_pool(schedule: Schedule) -> Schedule:

@@ -14,8 +14,8 @@ from megadsl.lower.exchanges import ASYNC, kept_locally, merges_in_cluster, shar
 from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
-from megadsl.lower.pages import table_pages
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
+from megadsl.lower.pages import table_pages
 from megadsl.lower.tiling import tiling
 from megadsl.ops.custom import weight_elements
 from megadsl.types import PerLayer, round_up

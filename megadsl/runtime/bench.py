@@ -7,6 +7,7 @@ where the fidelity gate passes.
 from __future__ import annotations
 
 import platform
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,6 +214,9 @@ class Subject:
         programs = [self.program, *([self.apart] if self.apart is not None else [])]
         programs += self.steps.programs if self.steps is not None else ()
         for program in programs:
+            if program.pages is not None:  # as they lie when sequences have come and gone
+                program.pages.clear()
+                random.Random(rows).shuffle(program.pages.free)
             program.reserve([rows] * self.sequences)
         for index, (oracle, bf16) in enumerate(zip(self.oracle.models, self.bf16.models, strict=True)):
             for (cache, layer), (keys, values) in oracle.caches.items():
@@ -336,5 +340,5 @@ def describe(subject: Subject) -> dict[str, Any]:
         "model": subject.manifest["model"], "arch": subject.manifest["arch"], "weights": "random",
         "device": torch.cuda.get_device_name(subject.device) if gpu else f"emulator on {platform.machine()}",
         "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
-        "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
+        "kv_page": subject.manifest["kv_page"], "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
     }  # fmt: skip

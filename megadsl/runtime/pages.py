@@ -23,9 +23,9 @@ OUT_OF_PAGES = declare(
 class Pages:
     """Who has which pages of a pool. ``table`` is the kernel's table, int32 (sequences, entries), where it reads it.
 
-    Sequences have pages for their first rows on, without gaps; no page belongs to two. Pages that a launch appends to have to be there before
-    it is enqueued: those of all its steps. ``free`` has the pages that nobody has; the next one taken is its last. Changes of the
-    table are made inside ``turn()``, behind the launches so far.
+    Sequences have pages for their first rows on, without gaps; no page belongs to two. Pages that a launch appends to have to be there
+    before it is enqueued: those of all its steps. ``free`` has the pages that nobody has; the next one taken is its last. Changes of
+    the table are made inside ``turn()``, behind the launches so far.
     """
 
     def __init__(
@@ -53,16 +53,17 @@ class Pages:
         return ceil_div(rows, self.rows)
 
     def hold(self, rows: Mapping[int, int]) -> None:
-        """Give each of these sequences as many pages as its rows need, and take back what it has beyond. Raises MK469; then all is as it was."""
+        """Give each of these sequences as many pages as its rows need, and take back what it has beyond. Raises MK469, and then changes
+        nothing."""
         own, free = {i: list(self._own[i]) for i in rows}, list(self.free)
         for sequence, count in rows.items():
             while len(own[sequence]) > self.needed(count):
                 free.append(own[sequence].pop())
         for sequence, count in rows.items():
-            if (more := self.needed(count) - len(own[sequence])) > len(free):
-                held = {"have": len(own[sequence]), "free": len(free), "count": self.count}
-                raise error(OUT_OF_PAGES, sequence=sequence, pages=self.needed(count), rows=count, **held)
-            own[sequence] += [free.pop() for _ in range(more)]
+            need, have = self.needed(count), len(own[sequence])
+            if need - have > len(free):
+                raise error(OUT_OF_PAGES, sequence=sequence, pages=need, rows=count, have=have, free=len(free), count=self.count)
+            own[sequence] += [free.pop() for _ in range(need - have)]
         changed = [i for i in rows if own[i] != self._own[i]]
         self.free = free
         for sequence in changed:

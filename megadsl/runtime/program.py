@@ -97,8 +97,8 @@ class Program:
     calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
     a graph of his own that he captured launches into) is his to order: :meth:`using` makes it a turn.
 
-    ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them. Where cached rows
-    lie in pages, ``pages`` says which of them each sequence has.
+    ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them. Where cached
+    rows lie in pages, ``pages`` says which of them each sequence has.
     ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself, ``kernel`` what
     is loaded on a GPU; ``mutant`` and ``record_points`` go to the emulator's launches. Raises MK440 to MK448.
     """
@@ -223,10 +223,15 @@ class Program:
             finally:
                 self._point({name: own[name] for name in tensors})
 
-    def share_cache(self, arena: torch.Tensor) -> None:
-        """From now on ``buffers["kv"]`` is the KV arena of another program with the same layout; this one's own is let go of."""
+    def share_cache(self, arena: torch.Tensor, pages: Pages | None = None) -> None:
+        """From now on ``buffers["kv"]`` is the KV arena of another program with the same layout, and ``pages`` are that one's, of which a
+        program of fewer sequences has the first ones'; this one's own are let go of."""
         self._point({"kv": arena})
-        self.kv = KvCache(self.manifest, arena)
+        if pages is not None:
+            self.pages = pages
+            own = pages.table[: self.manifest["sequences"]]
+            self._point({"pages": own.view(-1).view(torch.uint8)})
+        self.kv = self.rows()
 
     def snapshot(self) -> Snapshot:
         """A copy of the control block after the launches so far, without waiting for them."""
