@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -14,7 +15,8 @@ from specs import layers as kinds
 import megadsl as mk
 from megadsl.build.host import DETECT
 from megadsl.check import check_plan
-from megadsl.check.mutants import score_plan
+from megadsl.check.edits import with_words
+from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants
 from megadsl.check.pages import place, stages
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
@@ -24,6 +26,7 @@ from megadsl.emulate import Policy
 from megadsl.emulate.abi import Point
 from megadsl.emulate.equivalent import Facts, argument_for
 from megadsl.emulate.mutants import mutants
+from megadsl.lower.shape import PAGES
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.control import ADVANCE, CHOSEN, STEPS_MADE
@@ -39,6 +42,7 @@ from tests.schedules import alone, everywhere, in_two_splits, kv_loader, settled
 from tests.test_kernel_cluster import clustered
 from tests.wires import SYNCS
 
+SM90 = machine("sm_90a")
 WINDOW = 24
 LAYERS = {
     "hidden": 128,
@@ -243,14 +247,14 @@ def test_an_entry_that_is_no_page(entry: int) -> None:
 
 
 def test_the_table_is_what_says_where_rows_lie() -> None:
-    """Two entries changed over: other rows are read."""
+    """An entry that is another sequence's: its rows are read."""
     ours = batch_bench("three")
     (step,) = batch_steps(ours.made, [([40, 20, 40], [1, 1, 1])])
     expected = ours.run(step)
     ours.put(step)
     assert ours.program.pages is not None
     table = ours.program.pages.table
-    table[0, :2] = table[0, :2].flip(0).clone()
+    table[0, 0] = table[2, 0]
     ours.program.launch()
     ours.program.check()
     assert not bits(ours.program.logits[0]).equal(bits(expected.logits[0]))
@@ -260,26 +264,26 @@ def test_the_table_is_what_says_where_rows_lie() -> None:
 def test_a_pool_smaller_than_all_rows() -> None:
     """A long sequence beside short ones, in pages that would not do for three long ones; the kernel is the same."""
     case = KERNELS["three"]
-    small = compiled("llama-tiny", tokens=6, sequences=3, kv_page=16, kv_pages=9, blocks=9, configure=case[5])
-    assert small.manifest["buffers"]["kv"] * 24 == made(case, 16).manifest["buffers"]["kv"] * 9
+    small = compiled("llama-tiny", tokens=6, sequences=3, kv_page=16, kv_pages=10, blocks=9, configure=case[5])
+    assert small.manifest["buffers"]["kv"] * 24 == made(case, 16).manifest["buffers"]["kv"] * 10
     crowded = BatchBench(small)
     (step,) = batch_steps(small, [([100, 3, 17], [1, 1, 1])])
     judge_batch(crowded, [step], [crowded.run(step)])
     assert crowded.program.pages is not None and crowded.program.pages.free == []
     (more,) = batch_steps(small, [([100, 16, 17], [1, 1, 1])])
-    with pytest.raises(MegadslError, match="sequence 2 needs 2 for 18 rows, 0 are its own and 0 of the pool's 9 are free"):
+    with pytest.raises(MegadslError, match="sequence 2 needs 2 for 18 rows, 0 are its own and 1 of the pool's 10 are free"):
         crowded.put(more)
 
 
 def test_pages_beyond_32_bits() -> None:
     """A pool of more than 2**31 elements, of which only those pages get memory that a step touches: those at its end."""
     found = []
-    for pages in (8, 3 << 15):
-        large = compiled("llama-tiny", tokens=8, sequences=8, kv_page=64, kv_pages=max(pages, 8), configure=settled)
+    for pages in (16, 3 << 15):
+        large = compiled("llama-tiny", tokens=8, sequences=8, kv_page=64, kv_pages=pages, configure=settled)
         arena = pack_weights(large.manifest, TensorSource(weights_for(large)), "cpu", progress=False)
         program = Program(large.manifest, large.source, "cpu", arena)
         assert program.pages is not None
-        program.pages.free = list(range(pages - 8, pages))
+        program.pages.free = list(range(pages - 16, pages))
         program.reserve([41, 0, 0, 0, 0, 0, 0, 41])
         for i in (0, 7):
             for layer in range(2):
@@ -309,9 +313,20 @@ def test_every_mistake_in_the_plan_is_noticed(name: str) -> None:
     plan = made(KERNELS[name], KERNELS[name][3]).plan
     proved = check_plan(plan).proved
     assert any("KV pages of 16 rows" in line for line in proved) and any("lie apart" in line for line in proved)
-    verdicts = score_plan(plan, machine("sm_90a"))
-    assert [v.name for v in verdicts if v.survived] == []
-    assert {v.code for v in verdicts if "page" in v.name or "buffer" in v.name} == {"MK536"}
+    own, others = list[PlanMutant](), list[PlanMutant]()
+    for mutant in plan_mutants(plan):
+        (own if re.search("page|entries|buffer", str(mutant)) else others).append(mutant)
+    assert len(own) > 8 and all(judge_plan(mutant, plan, SM90).code == "MK536" for mutant in own)
+    assert [str(m) for m in others[::10] if judge_plan(m, plan, SM90).survived] == []
+
+
+def test_a_pool_that_is_too_large_is_refused() -> None:
+    """By the checker, of a plan whose kernel would find pages behind the arena's end."""
+    plan = made(KERNELS["three"], 16).plan
+    (found,) = check_plan(with_words(plan, PAGES, {0: 25})).findings
+    assert found.code == "MK536" and "a layer has" in found.message and "25 pages take" in found.message and "one place" in found.mend
+    (found,) = check_plan(with_words(plan, PAGES, {1: 7})).findings
+    assert found.code == "MK536" and "7 entries of a sequence reach 112 rows" in found.message and found.span.line > 0
 
 
 def test_kernels_without_pages_are_as_they_were() -> None:
