@@ -26,7 +26,7 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
     }
     site = {"id": 0, "role": "consumer", "op": "gather", "kind": "exchange", "span": "probe.cu:20", "expects": "the epoch of block tile"}
     return {
-        **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "sequences": 1, "kv_page": 0},
+        **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "sequences": 1, "kv_page": 0, "kv_pages": 0},
         **{"blocks": blocks, "threads": 32, "cluster": 1, "smem_bytes": 1024},
         **{"entries": ["megakernel"], "launches": [[0, 0]], "several_steps": False},
         **{"layers": 1, "vocab": VOCAB, "max_kv": MAX_KV, "rope": None, "kv": None, "exchange_fill": [[0, 16 * blocks, 0xFF]]},
