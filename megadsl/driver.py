@@ -61,6 +61,8 @@ def compile_model(
     tokens: int = 1,
     max_kv: int | None = None,
     sequences: int = 1,
+    kv_page: int = 0,
+    kv_pages: int = 0,
     blocks: int | None = None,
     on: Machine | None = None,
     between: Callable[[str, Lowering], None] | None = None,
@@ -73,8 +75,10 @@ def compile_model(
     CUDA text.
 
     tokens: most new tokens per launch, 1 to 16. max_kv: rows each KV cache holds. sequences: independent ones (1 to 8), each
-    with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
-    most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
+    with KV caches of its own, that a launch's new tokens may belong to; a batch. kv_page: 16, 32 or 64, and cached rows lie in pages of so
+    many, kv_pages of them for all sequences (default: enough for all rows of all); 0, and the rows of a sequence follow each other.
+    blocks: persistent blocks (default: at most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the
+    emulator's small ones).
     check: prove the plan's synchronisation, unless this very plan was proved before, and raise what does not hold. scope: what one
     launch runs, in place of what the schedule says: "step" or "op"; of the latter, decisions that are for whole steps alone do not
     count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch,
@@ -92,7 +96,8 @@ def compile_model(
     overrides = chosen.overrides
     if scope is not None:
         overrides = in_scope(overrides, scope, kernel.span)
-    state = lower(spec, target, blocks=blocks, max_kv=rows, sequences=sequences, overrides=overrides, between=between)
+    size: dict[str, Any] = {"max_kv": rows, "sequences": sequences, "page_rows": kv_page, "pool_pages": kv_pages}
+    state = lower(spec, target, blocks=blocks, overrides=overrides, between=between, **size)
     report = prove(state.plan, target) if check else None
     if report is not None and report.findings:
         raise MegadslError(list(report.findings))
@@ -138,13 +143,15 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "vocab": graph.vocab,
         "max_kv": state.schedule.max_kv,
         "sequences": state.schedule.sequences,
+        "kv_page": state.schedule.page_rows,
+        "kv_pages": state.schedule.pool_pages,
         "weight_bytes": cost.weight_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(graph),
         "floor_us": round(floor_seconds(graph, target, 0) * 1e6, 3),
         "buffers": dict(plan.buffers),
         "exchange_fill": [list(fill) for fill in state.exchange_fills],
         "rope": None if attention is None or attention.rope is None else asdict(attention.rope),
-        "kv": None if attention is None else _kv(attention, state.schedule.max_kv),
+        "kv": None if attention is None else _kv(attention, state.schedule),
         "trace": describe(plan),
         "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
         "pack": [asdict(r) for r in plan.packs],
@@ -153,8 +160,8 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
     }
 
 
-def _kv(op: Attention, max_kv: int) -> dict[str, int]:
-    head, layer = kv_strides(op, max_kv)
+def _kv(op: Attention, schedule: Schedule) -> dict[str, int]:
+    head, layer = kv_strides(op, schedule)
     return {"kv_heads": op.kv_heads, "head_dim": op.head_dim, "layer_stride": layer, "head_stride": head, "chunk_rows": 16}
 
 

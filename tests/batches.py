@@ -10,12 +10,27 @@ import torch
 from megadsl.driver import Compiled
 from megadsl.reference.compare import agreement
 from megadsl.reference.meaning import argmax
-from megadsl.runtime.control import ANCESTORS, BATCH_CHOSEN, MOST_SEQUENCES, MOST_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
-from megadsl.runtime.kv import KvCache
+from megadsl.runtime.control import (
+    ADVANCE,
+    ANCESTORS,
+    BATCH_CHOSEN,
+    BATCH_KV_LEN,
+    BATCH_TOKENS,
+    EPOCH,
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    MOST_TOKENS,
+    N_TOKENS,
+    NEXT_IDS,
+    POSITIONS,
+    STEPS_MADE,
+    TOKEN_IDS,
+)
+from megadsl.runtime.kv import KvCache, PagedCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import TensorSource
-from tests.kernels import FACTOR, MARGIN, SLACK, Oracle, Step, Weights, bits, distance, weights_for
+from tests.kernels import FACTOR, MARGIN, SLACK, Oracle, Step, Weights, bits, distance, scatter, weights_for
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,13 @@ class BatchResult:
         return self.ids == other.ids and bits(self.logits).equal(bits(other.logits)) and self.kv.equal(other.kv)
 
 
+def cache_of(program: Program, arena: torch.Tensor, sequence: int) -> KvCache:
+    """The rows of a sequence in a copy of the arena."""
+    if program.pages is not None:
+        return PagedCache(program.manifest, arena, program.pages.table, sequence)
+    return KvCache(program.manifest, arena, sequence)
+
+
 class BatchBench:
     """As tests.kernels.Bench: every launch begins with poison in all that must not matter, idle sequences' rows among it."""
 
@@ -87,12 +109,14 @@ class BatchBench:
         self.program = Program(made.manifest, made.source, device, arena, **options)  # type: ignore[arg-type]
 
     def caches(self) -> list[KvCache]:
-        return [KvCache(self.made.manifest, self.program.buffers["kv"], i) for i in range(self.made.manifest["sequences"])]
+        return [self.program.rows(i) for i in range(self.made.manifest["sequences"])]
 
     def put(self, step: BatchStep, flags: int = 0) -> None:
         """Rows and inputs of a launch."""
         program = self.program
         program.buffers["kv"].fill_(0xFF)
+        steps = MOST_STEPS if flags else 0
+        scatter(program, [(of.kv + len(of.ids) + steps) if of.ids else 0 for of in step.sequences], step.sequences[0].seed)
         for cache, of in zip(self.caches(), step.sequences, strict=True):
             for layer in range(self.made.graph.layers if of.kv and of.ids else 0):
                 k, v = of.rows(layer, cache.kv_heads, cache.head_dim)
@@ -122,19 +146,23 @@ class BatchBench:
 
     def _only_appended(self, step: BatchStep, before: torch.Tensor) -> None:
         """No byte but those of the new rows has changed."""
-        old = [KvCache(self.made.manifest, before, i) for i in range(len(step.sequences))]
-        for cache, was, of in zip(self.caches(), old, step.sequences, strict=True):
-            for layer in range(self.made.graph.layers):
-                for now, then in zip(cache.read(layer, cache.max_kv), was.read(layer, cache.max_kv), strict=True):
-                    kept = torch.ones(cache.max_kv, dtype=torch.bool)
-                    kept[of.kv : of.kv + len(of.ids)] = False
-                    assert bits(now[:, kept]).equal(bits(then[:, kept])), f"layer {layer}: rows that are not new changed"
+        after = self.program.buffers["kv"].clone()
+        for i, of in enumerate(step.sequences):
+            for layer in range(self.made.graph.layers if of.ids else 0):
+                k, v = self.program.rows(i).read(layer, of.kv + len(of.ids))
+                for arena in (before, after):  # both: what lies beside a head's features in its last panel is anything
+                    cache_of(self.program, arena, i).write(layer, k[:, of.kv :], v[:, of.kv :], of.kv)
+        assert after.equal(before), f"{step}: other bytes than those of new rows changed"
 
     def appended(self, step: BatchStep, result: BatchResult) -> list[list[torch.Tensor]]:
         """Per sequence k and v of the new rows, layer by layer."""
         found = []
         for index, of in enumerate(step.sequences):
-            cache = KvCache(self.made.manifest, result.kv, index)
+            if not of.ids:
+                found.append([])
+                continue
+            scatter(self.program, [(s.kv + len(s.ids)) if s.ids else 0 for s in step.sequences], step.sequences[0].seed)
+            cache = cache_of(self.program, result.kv, index)
             both = (pair for layer in range(self.made.graph.layers) for pair in cache.read(layer, of.kv + len(of.ids)))
             found.append([rows[:, of.kv :].cpu() for rows in both])
         return found
@@ -177,3 +205,48 @@ def check_batches(
         for step, first, again in zip(some, results, bench.play(some), strict=True):
             assert again.same(first), f"seed {seed} gives other bits for {step}"
     return results
+
+
+def left(bench: BatchBench, chosen: list[list[int]]) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
+    words, n = bench.program.check(), bench.made.manifest["sequences"]
+    active = words[N_TOKENS]
+    inputs = [words[EPOCH], active, *words[BATCH_KV_LEN : BATCH_KV_LEN + n], *words[BATCH_TOKENS : BATCH_TOKENS + n]]
+    for first in (TOKEN_IDS, POSITIONS, ANCESTORS):
+        inputs += words[first : first + active]
+    return chosen, bits(bench.program.logits[:active]).clone(), bench.program.buffers["kv"].clone(), inputs
+
+
+def begin(bench: BatchBench, step: BatchStep) -> None:
+    bench.program.reset()
+    bench.put(step, ADVANCE)
+
+
+def chosen_by(words: list[int], step: BatchStep, count: int) -> list[list[int]]:
+    at = [[BATCH_CHOSEN + index * MOST_SEQUENCES + i for i, n in enumerate(step.counts) if n] for index in range(count)]
+    return [[words[i] for i in row] for row in at]
+
+
+def singles(bench: BatchBench, step: BatchStep, count: int) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
+    begin(bench, step)
+    found = []
+    for _ in range(count):
+        bench.program.launch()
+        found += chosen_by(bench.program.check(), step, 1)
+    return left(bench, found)
+
+
+def several(
+    bench: BatchBench, step: BatchStep, count: int, stops: tuple[int, ...] = ()
+) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
+    begin(bench, step)
+    bench.program.set_steps(count, stops)
+    bench.program.launch()
+    words = bench.program.check()
+    bench.program.set_steps(1)
+    return left(bench, chosen_by(words, step, words[STEPS_MADE]))
+
+
+def same(
+    a: tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]], b: tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]
+) -> bool:
+    return a[0] == b[0] and a[1].equal(b[1]) and a[2].equal(b[2]) and a[3] == b[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ def compiled(
     configure: Configure | None = None,
     max_kv: int = MAX_KV,
     sequences: int = 1,
+    kv_page: int = 0,
+    kv_pages: int = 0,
     arch: str = DEFAULT_ARCH,
     on: Machine | None = None,
     formats: Formats = None,
@@ -63,7 +66,14 @@ def compiled(
         with mk.schedule(kernel, arch=arch) as s:
             configure(s)
     own = dict(own if fields is None else fields)
-    size: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "max_kv": max_kv, "sequences": sequences}
+    size: dict[str, Any] = {
+        "tokens": tokens,
+        "blocks": blocks,
+        "max_kv": max_kv,
+        "sequences": sequences,
+        "kv_page": kv_page,
+        "kv_pages": kv_pages,
+    }
     found = compile_model(kernel, config=own, arch=arch, on=on, formats=formats, **size)
     # Comments name shapes that the code takes as data; without them such kernels are one build.
     return replace(found, source=re.sub(r"[ \t]*//.*", "", found.source))
@@ -181,6 +191,7 @@ class Bench:
         if kv is None:
             return []
         self.program.buffers["kv"].fill_(0xFF)
+        scatter(self.program, [kv.max_kv], step.seed)
         for layer in range(self.made.graph.layers):
             k, v = step.rows(layer, kv.kv_heads, kv.head_dim)
             if step.kv:
@@ -198,6 +209,14 @@ class Bench:
                 assert bits(a[:, end:]).equal(bits(b[:, end:])), f"layer {layer}: rows behind the new ones changed"
             found.append((now[0][:, step.kv : end].cpu().clone(), now[1][:, step.kv : end].cpu().clone()))
         return tuple(found)
+
+
+def scatter(program: Program, rows: Sequence[int], seed: int) -> None:
+    """Pages in random order for so many rows of each sequence, where rows lie in pages."""
+    if program.pages is not None:
+        program.pages.clear()
+        random.Random(seed).shuffle(program.pages.free)
+        program.reserve(rows)
 
 
 class Oracle:

@@ -21,7 +21,7 @@ def library(sources: Sequence[str], words: int, first: str = "") -> str:
         inside, text = (f"kernel{index}::", _without_entry(source)) if source else ("", "")
         entries.append(f"{inside}enter")
         enter = (
-            "static void enter(mk::Buffers buffers, Words words, mk::u32) {\n"
+            "static void enter(mk::PagedBuffers buffers, Words words, mk::u32) {\n"  # with those of any kernel
             "  Shape shape;\n  static_assert(sizeof shape <= sizeof words);\n"
             "  std::memcpy(&shape, &words, sizeof shape);\n  megakernel(buffers, shape);\n}\n"
         )

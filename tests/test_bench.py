@@ -34,7 +34,7 @@ ROW_KEYS = {
     *("ms", "ms_p10", "ms_p90", "of_floor", "floor_ms", "replays", "replays_that_differ", "host_us_per_launch"),
     *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch", "several_steps_a_launch"),
 }
-ABOUT_KEYS = {"model", "arch", "weights", "device", "torch", "cuda", "clock", "l2_cleared", "rows"}
+ABOUT_KEYS = {"model", "arch", "weights", "device", "torch", "cuda", "kv_page", "clock", "l2_cleared", "rows"}
 BASELINE_KEYS = {"name", "attention", "prepare_s", "ms", "ms_p10", "ms_p90", "of_floor", "error", "failure"}
 
 
@@ -55,10 +55,10 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """``megadsl bench llama-tiny`` with the kernels that other tests build too: exit code, stdout, stderr."""
 
     def compile_model(
-        model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", sequences: int = 1, **options: object
+        model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", sequences: int = 1, kv_page: int = 0, **options: object
     ) -> driver.Compiled:
         configure = alone if scope == "op" else None
-        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, sequences=sequences, configure=configure)
+        made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, sequences=sequences, kv_page=kv_page, configure=configure)
         return replace(made, manifest={**made.manifest, "model": model})
 
     monkeypatch.setattr(driver, "compile_model", compile_model)
@@ -110,6 +110,16 @@ def test_a_batch(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     assert row["baselines"][0]["failure"] is None and "cannot serve 2 sequences" in row["one_op_a_launch"]["failure"]
     code, _, err = command("--tokens", "3", "--sequences", "2", *how)
     assert code == 1 and "MK498" in err
+
+
+def test_pages(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """Scattered ones, of both sequences in one pool: judged as rows that lie together are."""
+    out, how = tmp_path / "bench.json", ("--kv", "17", "--max-kv", "96", "--steps", "2", "--baseline", "none", "--kv-page", "32")
+    code, printed, _ = command("--tokens", "4", "--sequences", "2", *how, "--out", str(out))
+    assert code == 0, printed
+    found = json.loads(out.read_text())
+    (row,) = found["rows"]
+    assert found["kv_page"] == 32 and row["gate"] is True and row["several_steps_a_launch"]["failure"] is None
 
 
 def test_a_planted_error_fails_the_gate(

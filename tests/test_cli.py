@@ -128,6 +128,8 @@ def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None
         "tokens": 4,
         "max_kv": None,
         "sequences": 1,
+        "kv_page": 0,
+        "kv_pages": 0,
         "blocks": None,
         "schedule": None,
         "check": True,

@@ -18,25 +18,12 @@ from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate import Policy
-from megadsl.runtime.control import (
-    ADVANCE,
-    ANCESTORS,
-    BATCH_CHOSEN,
-    BATCH_KV_LEN,
-    BATCH_TOKENS,
-    EPOCH,
-    MOST_SEQUENCES,
-    N_TOKENS,
-    POSITIONS,
-    STEPS_MADE,
-    TOKEN_IDS,
-)
 from megadsl.runtime.kv import KvCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
 from megadsl.runtime.weights import TensorSource
 from megadsl.types import ceil_div
-from tests.batches import BatchBench, BatchStep, batch_steps, check_batches
+from tests.batches import BatchBench, batch_steps, check_batches, same, several, singles
 from tests.kernels import Configure, Oracle, Step, bits, compiled, distance, one_build, weights_for
 from tests.schedules import everywhere, in_two_splits, kv_loader
 from tests.wires import SYNCS
@@ -155,51 +142,6 @@ def test_a_sequence_alone() -> None:
         alone = bench.run(single).logits
         assert distance(alone, both.logits[first : first + len(of.ids)]) < 5e-3
         first += len(of.ids)
-
-
-def left(bench: BatchBench, chosen: list[list[int]]) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
-    words, n = bench.program.check(), bench.made.manifest["sequences"]
-    active = words[N_TOKENS]
-    inputs = [words[EPOCH], active, *words[BATCH_KV_LEN : BATCH_KV_LEN + n], *words[BATCH_TOKENS : BATCH_TOKENS + n]]
-    for first in (TOKEN_IDS, POSITIONS, ANCESTORS):
-        inputs += words[first : first + active]
-    return chosen, bits(bench.program.logits[:active]).clone(), bench.program.buffers["kv"].clone(), inputs
-
-
-def begin(bench: BatchBench, step: BatchStep) -> None:
-    bench.program.reset()
-    bench.put(step, ADVANCE)
-
-
-def chosen_by(words: list[int], step: BatchStep, count: int) -> list[list[int]]:
-    at = [[BATCH_CHOSEN + index * MOST_SEQUENCES + i for i, n in enumerate(step.counts) if n] for index in range(count)]
-    return [[words[i] for i in row] for row in at]
-
-
-def singles(bench: BatchBench, step: BatchStep, count: int) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
-    begin(bench, step)
-    found = []
-    for _ in range(count):
-        bench.program.launch()
-        found += chosen_by(bench.program.check(), step, 1)
-    return left(bench, found)
-
-
-def several(
-    bench: BatchBench, step: BatchStep, count: int, stops: tuple[int, ...] = ()
-) -> tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]:
-    begin(bench, step)
-    bench.program.set_steps(count, stops)
-    bench.program.launch()
-    words = bench.program.check()
-    bench.program.set_steps(1)
-    return left(bench, chosen_by(words, step, words[STEPS_MADE]))
-
-
-def same(
-    a: tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]], b: tuple[list[list[int]], torch.Tensor, torch.Tensor, list[int]]
-) -> bool:
-    return a[0] == b[0] and a[1].equal(b[1]) and a[2].equal(b[2]) and a[3] == b[3]
 
 
 STARTS = [([13, 0, 29], [1, 1, 1]), ([14, 30, 0], [2, 0, 1]), ([5, 0, 1], [1, 0, 0])]

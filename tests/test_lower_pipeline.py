@@ -58,8 +58,9 @@ def test_any_number_of_blocks_lowers(blocks: int) -> None:
 def test_buffers() -> None:
     state = model("llama-tiny", 2, blocks=2, max_kv=33)
     buffers = state.plan.buffers
-    assert buffers["control"] == 512
-    assert buffers["kv"] == kv_bytes(state.graph, 33) == 2 * 2 * 3 * 16 * 64 * 2 * 2  # layers, heads, chunks of 16 rows of K and V
+    assert buffers["control"] == 512 and buffers["pages"] == 0
+    assert buffers["kv"] == kv_bytes(state.graph, state.schedule)
+    assert buffers["kv"] == 2 * 2 * 3 * 16 * 64 * 2 * 2  # layers, heads, chunks of 16 rows of K and V
     assert buffers["rope"] == 33 * 32 * 8 and buffers["logits"] == 2 * 512 * 4
     assert buffers["weights"] == state.packed.bytes and buffers["exchange"] == state.exchange_bytes
 

@@ -81,7 +81,7 @@ def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> N
     others = (
         *state("gemma2-tiny").shape,
         *clustered_plan().shape,
-        *compile_model("llama-tiny", tokens=2, sequences=2, blocks=3).plan.shape,
+        *compile_model("llama-tiny", tokens=2, sequences=2, kv_page=16, blocks=3).plan.shape,
     )
     filled = {r.type for r in (*shape, *others) if not r.type.startswith("mk::LayerTable")}
     assert filled - {"mk::i32"} == structs().keys() - CUSTOM, "a struct nobody fills, or a header that is not read"
@@ -100,6 +100,21 @@ def test_layers_that_differ_and_maps_of_rows() -> None:
         "groups": groups,
         "share_offset": offset,
     }
+
+
+def test_pages() -> None:
+    """A page has a run for each KV head, a layer a pool of pages, and the table entries for max_kv rows of each sequence."""
+    s = model("llama-tiny-odd", 5, blocks=3, max_kv=100, sequences=2, page_rows=32, pool_pages=9)
+    op = s.graph.op("attention")
+    assert isinstance(op, Attention)
+    assert fields("mk::PageShape", "pages", s) == {"pages": 9, "stride": 4} and fields("mk::BatchShape", "batch", s)["stride"] == 0
+    head = 32 * op.cache_dim * 2 * 2
+    words = fields("mk::AttentionShape", "attention", s)
+    assert (words["head_stride"] * UNIT, words["layer_stride"] * UNIT) == (head, 9 * op.kv_heads * head)
+    buffers = s.plan.buffers
+    assert buffers["kv"] == s.graph.layers * 9 * op.kv_heads * head and buffers["pages"] == 2 * 4 * 4
+    full = model("llama-tiny-odd", 5, blocks=3, max_kv=100, sequences=2, page_rows=32)
+    assert full.schedule.pool_pages == 8 and kv_strides(op, full.schedule) == (head, 8 * op.kv_heads * head)
 
 
 def test_step() -> None:
@@ -212,7 +227,7 @@ def test_attention_and_merge() -> None:
     s = state()
     op = s.graph.op("attention")
     assert isinstance(op, Attention)
-    head, layer = kv_strides(op, 100)
+    head, layer = kv_strides(op, s.schedule)
     area = s.memory.offset
     assert fields("mk::AttentionShape", "attention") == {
         "kv": 0,

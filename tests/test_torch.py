@@ -103,7 +103,7 @@ def test_positions_and_ancestors_are_the_generators(device: str) -> None:
 def test_opcheck(device: str) -> None:
     step, ids = tiny_step(device), tensor(IDS[:3], device)
     for rest in ((None, None), (tensor([7, 8, 8], device), tensor([1, 3, 5], device))):
-        found = opcheck(decode_step, (ids, tensor([5], device), None, *rest, step.weights, step.cache, step.name))
+        found = opcheck(decode_step, (ids, tensor([5], device), None, *rest, step.weights, step.cache, None, step.name))
         assert set(found.values()) == {"SUCCESS"}
 
 
@@ -288,7 +288,7 @@ def test_a_step_that_is_gone() -> None:
     del other
     gc.collect()
     with pytest.raises(MegadslError, match="MK487"):
-        decode_step(tensor([5]), tensor(3), None, None, None, *arenas, name)
+        decode_step(tensor([5]), tensor(3), None, None, None, *arenas, None, name)
 
 
 def test_a_step_is_not_copied() -> None:

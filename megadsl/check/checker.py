@@ -10,6 +10,7 @@ from megadsl.check.clusters import check_clusters
 from megadsl.check.launches import check_launches
 from megadsl.check.memory import check_memory
 from megadsl.check.model import Device
+from megadsl.check.pages import check_pages
 from megadsl.check.report import Findings, Report
 from megadsl.check.ring import check_rings
 from megadsl.check.shares import check_shares
@@ -26,7 +27,8 @@ def check_plan(plan: Plan, on: Machine | None = None) -> Report:
     """
     begin = time.perf_counter()
     device, findings = Device(plan), Findings()
-    proved = [*check_shares(device, findings), *check_clusters(device, findings), *check_wires(device, findings)]
+    proved = [*check_shares(device, findings), *check_pages(device, findings)]
+    proved += [*check_clusters(device, findings), *check_wires(device, findings)]
     # The rest plays the programs, which makes sense only for blocks that agree on who owns what and how it travels.
     if not findings.found:
         proved += [*check_exchanges(device, findings), *check_memory(device, findings), *check_steps(device, findings)]

@@ -21,7 +21,7 @@ from megadsl.check.model import Device
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.ir.schedule import MERGE_CLUSTER
 from megadsl.lower.exchanges import ASYNC
-from megadsl.lower.shape import ident
+from megadsl.lower.shape import PAGES, ident
 from megadsl.machine import Machine
 from megadsl.types import Level
 
@@ -234,6 +234,7 @@ def plan_mutants(plan: Plan) -> Iterator[PlanMutant]:
     if deaf != plan and any(e.groups < e.owners for e in plan.exchanges):
         yield PlanMutant("idle blocks left out", "every gather", deaf)
     yield from _spoilt_shapes(plan)
+    yield from _spoilt_pages(plan)
     yield from _spoilt_areas(plan)
     yield from _spoilt_rings(plan)
     yield from _spoilt_clusters(plan)
@@ -329,6 +330,24 @@ def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
                 if value > 0:
                     made = with_words(plan, record.name, {index: value})
                     yield PlanMutant(f"{what} {value} instead of {record.words[index]}", record.name, made)
+
+
+def _spoilt_pages(plan: Plan) -> Iterator[PlanMutant]:
+    """Words by which pages are found: of the pool, of the table, of the strides, and what the host allocates for them."""
+    if not plan.schedule.page_rows:
+        return
+    attentions = [r for r in plan.shape if r.type == "mk::AttentionShape"]
+    words = [(PAGES, "pages", 0, 1), (PAGES, "entries", 1, -1), *((r.name, "layer's pages", 1, -1) for r in attentions)]
+    words += [(r.name, "page of a head", 2, by) for r in attentions for by in (1, -1)]
+    words += [(r.name, "first page", 0, 1) for r in attentions]
+    for name, what, index, by in words:
+        word = next(r for r in plan.shape if r.name == name).words[index]
+        yield PlanMutant(f"{what} {word + by} instead of {word}", name, with_words(plan, name, {index: word + by}))
+    for rows in (plan.schedule.page_rows * 2, plan.schedule.page_rows // 2):
+        yield PlanMutant(f"pages of {rows} rows", "kernel", replace(plan, schedule=replace(plan.schedule, page_rows=rows)))
+    for buffer in ("kv", "pages"):
+        smaller = {**plan.buffers, buffer: plan.buffers[buffer] - 16}
+        yield PlanMutant("16 bytes less", f"buffer {buffer}", replace(plan, buffers=smaller))
 
 
 def _spoilt_areas(plan: Plan) -> Iterator[PlanMutant]:

@@ -9,7 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Sequences, blocks_on, numbers, resolve
+from megadsl.cli.options import (
+    Arch,
+    Blocks,
+    Config,
+    Device,
+    Formats,
+    KvPage,
+    MaxKv,
+    Model,
+    On,
+    Schedule,
+    Sequences,
+    blocks_on,
+    numbers,
+    resolve,
+)
 from megadsl.diagnostics import MegadslError
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
@@ -43,6 +58,7 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
+    kv_page: KvPage = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -58,7 +74,7 @@ def command(
 
     counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device, arch)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
-    rows, size = list[Row](), {"max_kv": room, "sequences": sequences, "blocks": blocks_on(chosen, blocks)}
+    rows, size = list[Row](), {"max_kv": room, "sequences": sequences, "kv_page": kv_page, "blocks": blocks_on(chosen, blocks)}
     shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "formats": formats, **size}
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
@@ -66,8 +82,7 @@ def command(
         return Subject(compile_model(model, **shared, tokens=count), chosen.value, options, apart, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
-        subject = subject_of(count, beside=True)
-        about = describe(subject)
+        about = describe(subject := subject_of(count, beside=True))
         if not rows:
             typer.echo(f"{about['model']} for {about['arch']} on {about['device']}; {about['clock']}")
         for length in lengths:

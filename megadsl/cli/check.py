@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Model, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, KvPage, KvPages, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -52,11 +54,8 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.machine import machine
 
-    size, base = (
-        {"tokens": tokens, "max_kv": max_kv, "sequences": sequences},
-        {"config": config, "arch": arch, "schedule": schedule, "formats": formats},
-    )
-    shared: dict[str, Any] = {**size, **base, "check": False}
+    size = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "formats": formats, **size, "check": False}
     compiled = compile_model(model, **shared, blocks=blocks)
     report = check_plan(compiled.plan, machine(arch))
     schedules: list[dict[str, object]] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Model, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, KvPage, KvPages, MaxKv, Model, Schedule, Sequences, Tokens
 from megadsl.machine import DEFAULT_ARCH, machine
 
 EXAMPLE = "Example: megadsl compile smollm2-135m --tokens 4 --out build/smollm2"
@@ -21,6 +21,8 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -34,14 +36,8 @@ def command(
     """
     from megadsl.driver import compile_model, write_artifacts
 
-    shared: dict[str, Any] = {
-        "config": config,
-        "arch": arch,
-        "tokens": tokens,
-        "max_kv": max_kv,
-        "sequences": sequences,
-        "formats": formats,
-    }
+    size = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "formats": formats, **size}
     compiled = compile_model(model, **shared, blocks=blocks, schedule=schedule, check=check)
     write_artifacts(compiled, out)
     typer.echo((out / "report.txt").read_text(), nl=False)

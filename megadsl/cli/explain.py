@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from megadsl import resources
-from megadsl.cli.options import Arch, Blocks, Config, Formats, MaxKv, Schedule, Sequences, Tokens
+from megadsl.cli.options import Arch, Blocks, Config, Formats, KvPage, KvPages, MaxKv, Schedule, Sequences, Tokens
 from megadsl.diagnostics import declare, error
 from megadsl.machine import DEFAULT_ARCH
 
@@ -32,6 +32,8 @@ def command(
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
     sequences: Sequences = 1,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -60,8 +62,8 @@ def command(
     from megadsl.driver import compile_model
     from megadsl.lower.explain import rows
 
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": tokens, "max_kv": max_kv, "sequences": sequences, "blocks": blocks}
-    shared["formats"] = formats
+    size = {"tokens": tokens, "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages, "blocks": blocks}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "formats": formats, **size}
     if diff is not None:
         from megadsl.lower.difference import difference
 

@@ -64,6 +64,16 @@ Formats = Annotated[
         help="What weights are in memory: fp8, int8, nvfp4, mxfp4, int4 or bf16; in all layers, or of one linear.",
     ),
 ]
+KvPage = Annotated[
+    int,
+    typer.Option(
+        "--kv-page", min=0, metavar="N", help="Rows of a page of the KV cache: 16, 32 or 64. Default: none, a sequence's rows lie together."
+    ),
+]
+KvPages = Annotated[
+    int,
+    typer.Option("--kv-pages", min=0, metavar="N", help="Pages that all sequences share. Default: enough for --max-kv rows of each."),
+]
 Blocks = Annotated[
     int | None,
     typer.Option("--blocks", min=1, metavar="N", help="Thread blocks of the launch. Default: up to one per SM, or a few in the emulator."),

@@ -8,7 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from megadsl.cli.options import Arch, Blocks, Config, Device, Formats, MaxKv, Model, On, Schedule, Tokens, blocks_on, resolve
+from megadsl.cli.options import (
+    Arch,
+    Blocks,
+    Config,
+    Device,
+    Formats,
+    KvPage,
+    KvPages,
+    MaxKv,
+    Model,
+    On,
+    Schedule,
+    Tokens,
+    blocks_on,
+    resolve,
+)
 from megadsl.machine import DEFAULT_ARCH
 
 EXAMPLE = 'Example: megadsl run smollm2-135m --prompt "Once upon" --max-new-tokens 8'
@@ -41,6 +56,8 @@ def command(
     arch: Arch = DEFAULT_ARCH,
     tokens: Tokens = 1,
     max_kv: MaxKv = None,
+    kv_page: KvPage = 0,
+    kv_pages: KvPages = 0,
     blocks: Blocks = None,
     schedule: Schedule = None,
     formats: Formats = None,
@@ -53,8 +70,8 @@ def command(
     from megadsl.runtime.generate import Generator
 
     chosen, sequences = resolve(device, arch), min(len(prompt), MOST_SEQUENCES)
-    shared: dict[str, Any] = {"config": config, "arch": arch, "tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences}
-    shared["formats"] = formats
+    size = {"tokens": max(tokens, sequences), "max_kv": max_kv, "sequences": sequences, "kv_page": kv_page, "kv_pages": kv_pages}
+    shared: dict[str, Any] = {"config": config, "arch": arch, "formats": formats, **size}
     compiled = compile_model(model, **shared, blocks=blocks_on(chosen, blocks), schedule=schedule)
     if weights is None and is_checkpoint(model):
         weights = Path(model)

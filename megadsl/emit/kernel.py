@@ -120,6 +120,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
         "sequences": plan.schedule.sequences,
+        **_pages(plan.schedule.page_rows),
         "rings": plan.schedule.rings,
         "attentions": [op for op in plan.graph.ops if isinstance(op, Attention)],
         "linears": linears,
@@ -235,6 +236,17 @@ def _param_text(value: Param) -> str:
     if isinstance(value, bool):
         return _bool(value)
     return f"{decimal(value)}f" if isinstance(value, float) else str(value)
+
+
+def _pages(rows: int) -> dict[str, Any]:
+    """Where cached rows lie: in pages of so many, or, for 0, in stretches."""
+    kind = f"mk::Pages<{rows}>"
+    return {
+        "page_rows": rows,
+        "rows_type": kind,
+        "cached_rows": f"{kind}(buffers, s.pages)",
+        "buffers_type": "PagedBuffers" if rows else "Buffers",
+    }
 
 
 def _row_maps(plan: Plan) -> dict[str, Any]:

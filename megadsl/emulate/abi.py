@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace")  # in the order of mk::Buffers
+BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace", "pages")  # in the order of mk::PagedBuffers
 
 SITE_BARRIER = 0xFFFFFFFF  # a hang in bar.sync, not in a wait of the kernel
 SITE_CLUSTER = 0xFFFFFFFE  # a hang in barrier.cluster

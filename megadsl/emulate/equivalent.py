@@ -71,9 +71,9 @@ class Equivalent:
 
 def _stays_bounded(place: Place, facts: Facts) -> bool:
     """The same load waits for its stage's empty phase as well, and the consumers take every stage."""
-    beyond = _beyond(place.frames, "Loader::load")
+    beyond = _beyond(place.frames, "Loader::load_parts")
     others = (p for p in facts.places if p.kind is Point.PHASE and not p.within("Loader::retire"))
-    return facts.proved and any(beyond and _beyond(p.frames, "Loader::load") == beyond for p in others)
+    return facts.proved and any(beyond and _beyond(p.frames, "Loader::load_parts") == beyond for p in others)
 
 
 def _beyond(frames: Sequence[Frame], function: str) -> tuple[Frame, ...]:

@@ -45,6 +45,8 @@ def _schedule(plan: Plan) -> Iterator[str]:
     s = plan.schedule
     batch = f" of each of {s.sequences} sequences" if s.sequences > 1 else ""
     yield f"{s.arch}, {s.blocks} blocks, {plan.tunables.threads} threads, batch {s.batch}, KV rows {s.max_kv}{batch}"
+    if s.page_rows:
+        yield f"KV rows lie in pages of {s.page_rows}, {s.pool_pages} in each layer's pool"
     if plan.tunables.consumer_registers:
         yield f"registers move: {plan.tunables.consumer_registers} of a consumer's thread, {plan.tunables.loader_registers} of a loader's"
     if s.scope == "op":

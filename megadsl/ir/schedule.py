@@ -140,6 +140,8 @@ class Schedule:
     registers: str = ""  # "launched": each thread of a block has as many; "moved": loaders leave theirs to consumers; "": to be decided
     finish: str = ""  # who adds partial sums and publishes: the "block", or a "warp" that does nothing else; "": to be decided
     sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs
+    page_rows: int = 0  # cached rows lie in pages of so many; 0: those of a sequence follow each other
+    pool_pages: int = 0  # of a layer's pool, for all sequences
     resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:

@@ -56,17 +56,19 @@ RUN_BYTES = 1 << 32  # and what a block streams of it at a stretch in bytes
 def check_arenas(graph: Graph, schedule: Schedule, weights: int, overrides: Overrides | None) -> None:
     """MK212 for each arena that offsets would not reach the end of; ``weights`` are bytes."""
     asked = overrides or Overrides(schedule.arch, ())
-    cached = kv_bytes(graph, schedule.max_kv)
+    cached = kv_bytes(graph, schedule)
     with collecting() as found:
         if weights > ARENA_BYTES:
             found.add(TOO_FAR, graph.span, what="the packed weights", need=weights, most=ARENA_BYTES, how="use fewer or narrower layers")
         if cached > ARENA_BYTES:
             where, most = asked.said(graph.span, "max_kv"), schedule.max_kv * ARENA_BYTES // cached
             how = f"use a max_kv of at most {most}"
+            if schedule.page_rows:
+                how = f"use at most {schedule.pool_pages * ARENA_BYTES // cached} KV pages"
             found.add(TOO_FAR, where, what="the caches", need=cached, most=ARENA_BYTES, how=how)
         for op in graph.ops:
-            if isinstance(op, Attention):
-                head, splits = kv_strides(op, schedule.max_kv)[0], schedule.op(op.name).splits
+            if isinstance(op, Attention) and not schedule.page_rows:  # pages are copied one by one
+                head, splits = kv_strides(op, schedule)[0], schedule.op(op.name).splits
                 longest = ceil_div(head, splits) + CHUNK_ROWS * op.cache_dim * 4
                 if longest >= RUN_BYTES:
                     where, what = asked.said(asked.said(op.span, "max_kv"), "splits", op.name), f"the rows of a split of {op.name!r}"

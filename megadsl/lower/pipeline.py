@@ -26,10 +26,11 @@ from megadsl.lower.limits import check_arenas, check_graph
 from megadsl.lower.memory import Memory, plan_memory
 from megadsl.lower.operands import vectors
 from megadsl.lower.packing import Packed, natural_bytes, plan_packing
+from megadsl.lower.pages import table_bytes, with_pool
 from megadsl.lower.programs import build_programs
 from megadsl.lower.publish import check_publications
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
-from megadsl.lower.shape import build_shape, kv_bytes, rope_tables
+from megadsl.lower.shape import arena_bytes, build_shape, rope_tables
 from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
@@ -50,6 +51,8 @@ class Lowering:
     blocks: int | None
     max_kv: int
     sequences: int
+    page_rows: int
+    pool_pages: int
     overrides: Overrides | None
     graph: Graph = field(init=False)
     schedule: Schedule = field(init=False)
@@ -104,11 +107,12 @@ def _rotations(graph: Graph, max_kv: int) -> Graph:
 
 def _schedule(state: Lowering) -> None:
     schedule = default_schedule(state.graph, state.machine, blocks=_blocks(state), max_kv=state.max_kv, sequences=state.sequences)
+    schedule = replace(schedule, page_rows=state.page_rows, pool_pages=state.pool_pages)
     asked = state.overrides or Overrides(schedule.arch, ())
     with collecting() as found:
         schedule = apply(schedule, state.graph, asked, found)
         verify_schedule(state.graph, schedule, state.machine, asked, found)
-    state.schedule = balance(state.graph, schedule)
+    state.schedule = balance(state.graph, with_pool(schedule))
     state.graph = factor(state.graph, state.schedule)
     state.schedule = choose_finish(state.graph, state.schedule, state.machine)
     state.schedule = choose_registers(state.graph, state.schedule, state.machine)
@@ -187,10 +191,11 @@ def _plan(state: Lowering) -> None:
         buffers={
             "control": CONTROL_BYTES + (BATCH_BYTES if schedule.sequences > 1 else 0),
             "weights": state.packed.bytes,
-            "kv": schedule.sequences * kv_bytes(graph, schedule.max_kv),
+            "kv": arena_bytes(graph, schedule),
             "exchange": state.exchange_bytes,
             "logits": graph.tokens * graph.vocab * 4,
             "rope": rope_tables(graph) * schedule.max_kv * max(ropes, default=0) // 2 * 8,
+            "pages": table_bytes(schedule),
         },
         smem_bytes=state.memory.bytes,
     )
@@ -241,11 +246,13 @@ def lower(
     blocks: int | None = None,
     max_kv: int = 2048,
     sequences: int = 1,
+    page_rows: int = 0,
+    pool_pages: int = 0,
     overrides: Overrides | None = None,
     between: Callable[[str, Lowering], None] | None = None,
 ) -> Lowering:
     """Run all passes. ``between(pass name, state)`` is called after each: print, check or time there."""
-    state = Lowering(spec, machine, blocks, max_kv, sequences, overrides)
+    state = Lowering(spec, machine, blocks, max_kv, sequences, page_rows, pool_pages, overrides)
     for step in PASSES:
         step.run(state)
         if between is not None:

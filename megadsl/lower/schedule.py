@@ -15,6 +15,7 @@ from megadsl.lower.finish import finishers, why_block
 from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import takes_chunks
 from megadsl.lower.packing import natural_bytes
+from megadsl.lower.pages import check_pages
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -289,6 +290,7 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, asked: O
     if schedule.scope == "op" and "dependent_launch" not in machine.features:
         _lack("one op a launch", "dependent_launch", machine, asked.said(graph.span, "scope"), found, _ALONE)
     _check_batch(schedule, graph, asked, found)
+    check_pages(schedule, graph, found)
     _check_warps(schedule, machine, graph, asked, found)
     _check_rings(graph, schedule, machine, asked, found)
     _check_edges(schedule, graph, asked, found)

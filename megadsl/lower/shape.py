@@ -16,6 +16,7 @@ from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, scale_name, vector_name
+from megadsl.lower.pages import table_pages
 from megadsl.lower.tiling import tiling
 from megadsl.ops.custom import weight_elements
 from megadsl.types import PerLayer, round_up
@@ -24,6 +25,7 @@ LOG2_E = math.log2(math.e)
 CHUNK_ROWS = 16
 ALL_ROWS = 2**31 - 1  # the window of a layer that sees all rows, where others do not
 LAYERS_UNIT = 64  # a table of layers has room for a multiple of so many: the kernel's text does not depend on how many there are
+PAGES = "pages"  # Shape's member for the pool of pages
 WINDOWS, ROPE_TABLES = "windows", "rope_tables"  # Shape's members with a number for each layer
 
 
@@ -57,15 +59,21 @@ def signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def kv_strides(op: Attention, max_kv: int) -> tuple[int, int]:
-    """Bytes from one KV head to the next and from one layer to the next."""
-    head = -(-max_kv // CHUNK_ROWS) * CHUNK_ROWS * op.cache_dim * 2 * 2
-    return head, head * op.kv_heads
+def kv_strides(op: Attention, schedule: Schedule) -> tuple[int, int]:
+    """Bytes from one KV head to the next, of a sequence's rows or within a page, and from one layer to the next."""
+    rows = schedule.page_rows or round_up(schedule.max_kv, CHUNK_ROWS)
+    head = rows * op.cache_dim * 2 * 2
+    return head, head * op.kv_heads * (schedule.pool_pages if schedule.page_rows else 1)
 
 
-def kv_bytes(graph: Graph, max_kv: int) -> int:
-    """Bytes of all KV caches."""
-    return sum(kv_strides(op, max_kv)[1] * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Attention))
+def kv_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Bytes of all KV caches of one sequence, or of all pools of pages."""
+    return sum(kv_strides(op, schedule)[1] * (graph.layers if op.loop else 1) for op in graph.ops if isinstance(op, Attention))
+
+
+def arena_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Bytes of the KV arena."""
+    return kv_bytes(graph, schedule) * (1 if schedule.page_rows else schedule.sequences)
 
 
 def build_shape(
@@ -78,8 +86,10 @@ def build_shape(
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
     if schedule.sequences > 1:
-        stride = signed(kv_bytes(graph, schedule.max_kv) // OFFSET_UNIT)
+        stride = 0 if schedule.page_rows else signed(kv_bytes(graph, schedule) // OFFSET_UNIT)
         records.append(Record("mk::BatchShape", "batch", (schedule.sequences, stride, memory.offset("sequences"))))
+    if schedule.page_rows:
+        records.append(Record("mk::PageShape", PAGES, (schedule.pool_pages, table_pages(schedule))))
     for role, ring in memory.rings:
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)
@@ -91,7 +101,7 @@ def build_shape(
     for op in graph.ops:
         records.extend(_op(op, graph, schedule, packed, memory, kv_at, exchanges))
         if isinstance(op, Attention):
-            kv_at += kv_strides(op, schedule.max_kv)[1] * (graph.layers if op.loop else 1)
+            kv_at += kv_strides(op, schedule)[1] * (graph.layers if op.loop else 1)
     return tuple(records)
 
 
@@ -209,7 +219,7 @@ def _score_scale(op: Attention) -> float:
 
 def _attention(op: Attention, graph: Graph, schedule: Schedule, packed: Packed, memory: Memory, kv_at: int) -> list[Record]:
     how = schedule.op(op.name)
-    head, layer = kv_strides(op, schedule.max_kv)
+    head, layer = kv_strides(op, schedule)
     words = (
         kv_at // OFFSET_UNIT, (layer if op.loop else 0) // OFFSET_UNIT, head // OFFSET_UNIT, op.kv_heads, how.splits, op.q.begin,
         op.k.begin, op.v.begin, float_bits(_score_scale(op)), memory.offset(f"{op.name}.scratch"), memory.offset(f"{op.name}.queries"),

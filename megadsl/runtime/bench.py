@@ -7,6 +7,7 @@ where the fidelity gate passes.
 from __future__ import annotations
 
 import platform
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from megadsl.runtime.bench_steps import StepsRow, StepsTrial
 from megadsl.runtime.bench_timing import Clock, Contestant, Spread, host_microseconds
 from megadsl.runtime.cuda import machine_of
 from megadsl.runtime.generate import Compiled
-from megadsl.runtime.kv import KvCache
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program, Replay, resolve_device
 from megadsl.runtime.weights import TensorSource, needed, random_weights
@@ -219,6 +219,11 @@ class Subject:
         self.program.reset()
         programs = [self.program, *([self.apart] if self.apart is not None else [])]
         programs += self.steps.programs if self.steps is not None else ()
+        for program in programs:
+            if program.pages is not None:  # as they lie when sequences have come and gone
+                program.pages.clear()
+                random.Random(rows).shuffle(program.pages.free)
+            program.reserve([rows] * self.sequences)
         for index, (oracle, bf16) in enumerate(zip(self.oracle.models, self.bf16.models, strict=True)):
             for (cache, layer), (keys, values) in oracle.caches.items():
                 shape = keys[:, :rows].shape
@@ -228,7 +233,7 @@ class Subject:
                     for tensor in all_of_them:
                         tensor[:, :rows] = new.to(tensor)
                 for program in programs:
-                    KvCache(program.manifest, program.buffers["kv"], index).write(layer, k, v)
+                    program.rows(index).write(layer, k, v)
             oracle.kv_len = bf16.kv_len = rows
         self._rows = rows
 
@@ -341,5 +346,5 @@ def describe(subject: Subject) -> dict[str, Any]:
         "model": subject.manifest["model"], "arch": subject.manifest["arch"], "weights": "random",
         "device": torch.cuda.get_device_name(subject.device) if gpu else f"emulator on {platform.machine()}",
         "torch": torch.__version__, "cuda": torch.version.cuda if gpu else None,
-        "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
+        "kv_page": subject.manifest["kv_page"], "clock": subject.clock.name, "l2_cleared": subject.clock.clears_l2,
     }  # fmt: skip

@@ -169,13 +169,15 @@ class Generator(LoadedModel):
 
     @property
     def kv_len(self) -> int:
-        """Rows in the KV cache. Assign a smaller number to take tokens back."""
+        """Rows in the KV cache. Assign a smaller number to take tokens back, and give back their pages."""
         return self._kv_len
 
     @kv_len.setter
     def kv_len(self, rows: int) -> None:
         if not 0 <= rows <= self.manifest["max_kv"]:
             raise error(KV_FULL, max_kv=self.manifest["max_kv"], used=0, more=rows, room=self.manifest["max_kv"])
+        if self.program.pages is not None:
+            self.program.pages.hold({0: rows})
         self._kv_len = rows
 
     def reset(self) -> None:
@@ -188,7 +190,7 @@ class Generator(LoadedModel):
         launch overwrites.
 
         ``positions`` default to the rows after the cache; ``ancestors[i]`` has bit j set where token i sees token j of the
-        step (itself included), by default a chain. Raises MK450 to MK456, MegakernelHang.
+        step (itself included), by default a chain. Raises MK450 to MK456, MK469, MegakernelHang.
         """
         self._launch(ids, positions, ancestors)
         return self.program.logits[: len(ids)]
@@ -210,7 +212,7 @@ class Generator(LoadedModel):
         """Continue ``prompt`` greedily from an empty cache, until ``max_new_tokens`` or (``stop_at_end``) an end token.
 
         ``on_token(id, text)`` is called as tokens arrive; ``text`` is what they add, held back while UTF-8 is incomplete.
-        Raises MK410, MK450 to MK452, MK457, MK458, MegakernelHang.
+        Raises MK410, MK450 to MK452, MK457, MK458, MK469, MegakernelHang.
         """
         self._require_choice()
         prompt_ids = self._ids(prompt)
@@ -230,7 +232,7 @@ class Generator(LoadedModel):
                     break
             self.program.set_steps(1)
         spent = time.perf_counter() - began
-        self._kv_len = len(prompt_ids) + steps
+        self.kv_len = len(prompt_ids) + steps
         return Generation(prompt_ids, text.ids, text.whole(), 1e3 * spent / steps if steps else 0.0)
 
     def _prefill(self, ids: Sequence[int]) -> int:
@@ -243,7 +245,10 @@ class Generator(LoadedModel):
         return following
 
     def _require_room(self, rows: int) -> None:
+        """Room for so many new rows, and the pages for them."""
         self._require_free(self._kv_len, rows)
+        if self.program.pages is not None:
+            self.program.pages.grow({0: self._kv_len + rows})
 
     def _launch(self, ids: Sequence[int], positions: Sequence[int] | None = None, ancestors: Sequence[int] | None = None) -> int:
         count = len(ids)

@@ -28,7 +28,8 @@ from megadsl.runtime.control import (
     recorded_wait,
 )
 from megadsl.runtime.cuda import CudaKernel, architecture, check_gpu
-from megadsl.runtime.kv import KvCache, rope_of, rope_table
+from megadsl.runtime.kv import KvCache, PagedCache, rope_of, rope_table
+from megadsl.runtime.pages import Pages, page_table
 from megadsl.runtime.queue import LaunchQueue
 
 ARENA_SIZE = declare(
@@ -45,7 +46,7 @@ STEP_COUNT = declare("MK466", "{count} steps a launch", "ask for 1 to {most}")
 STOP_COUNT = declare("MK467", "{count} ids that end a launch", "give at most {most}, and look for others among the ids of each launch")
 DEVICE_UNKNOWN = declare("MK448", "there is no device {device!r}", "choose cuda, cuda:N or cpu")
 
-BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace")  # in the order of mk::Buffers
+BUFFERS = ("control", "weights", "kv", "exchange", "logits", "rope", "trace", "pages")  # in the order of mk::PagedBuffers
 TRACE = "MK_TRACE"  # the define of a build that leaves a timeline
 
 
@@ -96,7 +97,8 @@ class Program:
     calls, whichever streams were torch's current ones. What the caller enqueues himself (reading ``logits`` on another stream,
     a graph of his own that he captured launches into) is his to order: :meth:`using` makes it a turn.
 
-    ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them.
+    ``buffers`` are the live uint8 tensors by name; ``logits`` (tokens, vocab) fp32, ``control``, ``kv`` are views of them. Where cached
+    rows lie in pages, ``pages`` says which of them each sequence has.
     ``report`` is what the emulator said of the last launch (None: there was none), ``emulator`` the emulator itself, ``kernel`` what
     is loaded on a GPU; ``mutant`` and ``record_points`` go to the emulator's launches. Raises MK440 to MK448.
     """
@@ -132,7 +134,8 @@ class Program:
         self._fill_exchange()
         self.control = Control(self.buffers["control"].view(torch.int32), round(timeout_s * 1e6), self._turn)
         self.logits = self.buffers["logits"].view(torch.float32).view(-1, manifest["vocab"])
-        self.kv = KvCache(manifest, self.buffers["kv"]) if manifest["kv"] else None
+        self.pages = Pages(manifest, page_table(manifest, self.buffers["pages"]), self._turn) if manifest["kv_page"] else None
+        self.kv = self.rows() if manifest["kv"] else None
         self._launch = self._loader(source, cubin, dict(defines or {}))
 
     def set_steps(self, count: int, stop_ids: Sequence[int] = ()) -> None:
@@ -161,15 +164,28 @@ class Program:
     def set_chain(self, kv_len: int | Sequence[int], ids: Sequence[int], flags: int = 0) -> None:
         """The next launch's inputs: new tokens behind ``kv_len`` cached rows, each of which sees those before it. Of a batch, every
         sequence has so many rows (or its own entry), and the tokens are dealt out to the sequences in stretches that differ by one at most.
+        Where rows lie in pages, sequences get those that they need for this and as many steps as a launch may have; MK469.
         """
         sequences = self.manifest["sequences"]
         lens = [kv_len] * sequences if isinstance(kv_len, int) else list(kv_len)
         counts = even(len(ids), sequences)
         positions = [kv + i for kv, count in zip(lens, counts, strict=True) for i in range(count)]
+        self.reserve([kv + count + MOST_STEPS * min(count, 1) for kv, count in zip(lens, counts, strict=True)])
         if sequences == 1:
             self.control.set_inputs(lens[0], ids, positions, chains(counts), flags)
         else:
             self.control.set_batch(lens, counts, ids, positions, chains(counts), flags)
+
+    def reserve(self, rows: Sequence[int]) -> None:
+        """Where cached rows lie in pages: each sequence has them for ``rows[i]`` rows (at most max_kv) from now on, and no more. MK469."""
+        if self.pages is not None:
+            self.pages.hold({i: min(count, int(self.manifest["max_kv"])) for i, count in enumerate(rows)})
+
+    def rows(self, sequence: int = 0) -> KvCache:
+        """Reads and writes K and V rows of a sequence."""
+        if self.pages is not None:
+            return PagedCache(self.manifest, self.buffers["kv"], self.pages.table, sequence)
+        return KvCache(self.manifest, self.buffers["kv"], sequence)
 
     def launch(self) -> None:
         """Run one step, or as many as :meth:`set_steps` says: on a GPU enqueued on torch's current stream, in the emulator to its end.
@@ -207,10 +223,15 @@ class Program:
             finally:
                 self._point({name: own[name] for name in tensors})
 
-    def share_cache(self, arena: torch.Tensor) -> None:
-        """From now on ``buffers["kv"]`` is the KV arena of another program with the same layout; this one's own is let go of."""
+    def share_cache(self, arena: torch.Tensor, pages: Pages | None = None) -> None:
+        """From now on ``buffers["kv"]`` is the KV arena of another program with the same layout, and ``pages`` are that one's, of which a
+        program of fewer sequences has the first ones'; this one's own are let go of."""
         self._point({"kv": arena})
-        self.kv = KvCache(self.manifest, arena)
+        if pages is not None:
+            self.pages = pages
+            own = pages.table[: self.manifest["sequences"]]
+            self._point({"pages": own.view(-1).view(torch.uint8)})
+        self.kv = self.rows()
 
     def snapshot(self) -> Snapshot:
         """A copy of the control block after the launches so far, without waiting for them."""
@@ -232,8 +253,10 @@ class Program:
         return words
 
     def reset(self) -> None:
-        """As after construction, with the same weights: an empty KV cache, epoch 1."""
+        """As after construction, with the same weights: an empty KV cache, all pages free, epoch 1."""
         with self._turn():
+            if self.pages is not None:
+                self.pages.clear()
             self.buffers["kv"].zero_()
             self._fill_exchange()
             self.control.reset()

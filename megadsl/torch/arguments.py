@@ -12,7 +12,9 @@ from torch.utils.dlpack import from_dlpack
 
 from megadsl.diagnostics import Diagnostic, MegadslError, declare, diagnose, error
 from megadsl.runtime.generate import ANCESTORS, ID_RANGE, KV_FULL, POSITION_RANGE, TOKEN_COUNT
+from megadsl.runtime.kv import NO_PAGE
 from megadsl.source import UNKNOWN, Span, is_ours, place
+from megadsl.types import ceil_div
 
 NO_TENSOR = declare(
     "MK480",
@@ -38,6 +40,9 @@ LAYOUT = declare(
 )
 NO_MEMORY = declare("MK486", "the memory of {name} has been freed", "keep {name} as it is for as long as the step is used")
 
+TABLE = declare("MK492", "{got} of KV pages for a step that {why}", "{mend}")
+
+ENTRY = 4  # bytes of a table's entries
 ALIGN = 16  # bytes of what bulk copies and vector accesses move
 _INTEGERS = (torch.int64, torch.int32)
 _GENERATED = "<eval_with_key>"  # code that torch.fx makes
@@ -72,7 +77,7 @@ class StepInputs:
 @dataclass(frozen=True)
 class Limits:
     """What a compiled step takes: at most ``tokens`` new ones, ids below ``vocab``, ``max_kv`` rows of each of ``sequences``, arenas of so
-    many bytes."""
+    many bytes. Where rows lie in pages of ``page_rows``, a table of ``entries`` for each sequence, all below ``pages``."""
 
     tokens: int
     vocab: int
@@ -80,6 +85,13 @@ class Limits:
     weight_bytes: int
     cache_bytes: int
     sequences: int = 1
+    page_rows: int = 0
+    pages: int = 0
+
+    @property
+    def entries(self) -> int:
+        """Pages that a sequence's rows take at most."""
+        return ceil_div(self.max_kv, self.page_rows) if self.page_rows else 0
 
 
 def tensor_of(name: str, value: object, device: torch.device) -> torch.Tensor:
@@ -154,6 +166,38 @@ def _arena(name: str, arena: torch.Tensor, size: int, device: torch.device) -> l
     elif not arena.is_contiguous():
         found.append(diagnose(LAYOUT, name=name, align=ALIGN))
     return found
+
+
+def check_table(limits: Limits, device: torch.device, table: torch.Tensor | None) -> None:
+    """Raise what is wrong with a table of pages as a tensor: MK482 to MK485, MK492."""
+    if (table is None) == bool(limits.entries):
+        why, mend = ("has none", "give none") if table is not None else ("needs one", "give the step's own, DecodeStep.pages, or your own")
+        raise_all([diagnose(TABLE, got="a table" if table is not None else "no table", why=why, mend=mend)])
+    if table is None:
+        return
+    found: list[Diagnostic] = []
+    shape, mend = (limits.sequences, limits.entries), "the numbers of each sequence's pages, in the order of its rows"
+    if table.device != device:
+        found.append(diagnose(WRONG_DEVICE, name="pages", got=table.device, want=str(device)))
+    if table.dtype != torch.int32:
+        found.append(diagnose(WRONG_DTYPE, name="pages", got=table.dtype, want="int32", mend="pages.to(torch.int32)"))
+    if tuple(table.shape) != shape:
+        found.append(diagnose(WRONG_SHAPE, name="pages", got=tuple(table.shape), want=str(shape), mend=mend))
+    elif not table.is_contiguous():
+        found.append(diagnose(LAYOUT, name="pages", align=ENTRY))
+    raise_all(found)
+
+
+def check_entries(limits: Limits, table: torch.Tensor, ends: Sequence[int]) -> None:
+    """Raise MK478 for each sequence with a row before ``ends[i]`` whose entry is no page of the pool; reads values."""
+    found: list[Diagnostic] = []
+    for sequence, (entries, end) in enumerate(zip(table.tolist(), ends, strict=True)):
+        used = entries[: ceil_div(end, limits.page_rows)]
+        wrong = next((i for i, page in enumerate(used) if not 0 <= page < limits.pages), None)
+        if wrong is not None:
+            row = wrong * limits.page_rows
+            found.append(diagnose(NO_PAGE, row=row, sequence=sequence, page=used[wrong], count=limits.pages))
+    raise_all(found)
 
 
 def check_memory(arenas: Mapping[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.runtime.control import ANCESTORS, FLAGS, KV_LEN, MOST_TOKENS, N_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
 from megadsl.runtime.generate import SEQUENCE_COUNT
 from megadsl.runtime.program import Program
-from megadsl.torch.arguments import Limits, StepInputs, check_kinds, check_memory, check_values, users_call
+from megadsl.torch.arguments import Limits, StepInputs, check_entries, check_kinds, check_memory, check_table, check_values, users_call
 from megadsl.torch.batch import COUNTS, BatchInputs, check_batch
 
 NO_STEP = declare(
@@ -42,7 +42,14 @@ class LoadedStep:
         manifest, sizes = program.manifest, program.manifest["buffers"]
         self.program, self.chooses = program, chooses
         self.limits = Limits(
-            manifest["tokens"], manifest["vocab"], manifest["max_kv"], sizes["weights"], sizes["kv"], manifest["sequences"]
+            manifest["tokens"],
+            manifest["vocab"],
+            manifest["max_kv"],
+            sizes["weights"],
+            sizes["kv"],
+            manifest["sequences"],
+            manifest["kv_page"],
+            manifest["kv_pages"],
         )
         digest = hashlib.sha256(source.encode() + json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.name = f"{manifest['model']}-{digest}-{next(_numbers)}"
@@ -55,27 +62,33 @@ class LoadedStep:
         self._batch = [BatchInputs(words, number, self.limits) for number in numbers] if self.limits.sequences > 1 else []
         _loaded[self.name] = self
 
-    def check(self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor) -> None:
+    def check(self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor | None) -> None:
         """Raise what can be said without reading values."""
         check_kinds(self.limits, self.program.device, vars(given), {"weights": weights, "cache": cache})
+        check_table(self.limits, self.program.device, pages)
         if given.counts is None and self.limits.sequences > 1 and given.number != self.limits.sequences:
             raise error(COUNTS, users_call(), counts=None, number=given.number)
         if given.counts is not None and self.limits.sequences == 1:
             raise error(SEQUENCE_COUNT, users_call(), model=self.program.manifest["model"], sequences=1, mend="give no counts")
 
-    def run(self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, given: StepInputs, weights: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue a launch and what brings its inputs, on torch's current stream, without waiting for the host."""
         program, number = self.program, given.number
         check_memory({"weights": weights, "cache": cache})
+        table = {} if pages is None else {"pages": pages.view(-1).view(torch.uint8)}
         batch = self.limits.sequences > 1
         if program.device.type == "cpu" and batch:
             check_batch(self.limits, given)
         elif program.device.type == "cpu":
             check_values(self.limits, given)
+        if program.device.type == "cpu" and pages is not None:
+            check_entries(self.limits, pages, self._ends(given.kv_len, given.counts, given.number))
         # the kernel writes the rows of all tokens that it is compiled for
         logits = torch.empty(self.limits.tokens, self.limits.vocab, dtype=torch.float32, device=program.device)
         inputs = self._inputs[number]
-        with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8)):
+        with self._alone, program.using(weights=weights, kv=cache, logits=logits.view(-1).view(torch.uint8), **table):
             if batch:
                 self._batch[number].stage(given)
             else:
@@ -83,6 +96,13 @@ class LoadedStep:
             program.launch()
             chosen = inputs.chosen.to(torch.int64) if self.chooses else torch.empty(0, dtype=torch.int64, device=program.device)
         return logits[:number], chosen
+
+    def _ends(self, kv_len: torch.Tensor, counts: torch.Tensor | None, number: int) -> list[int]:
+        """Rows of each sequence behind a step; 0 of those that have no part in it. Of values in host memory."""
+        if self.limits.sequences == 1:
+            return [int(kv_len) + number]
+        own = [1] * self.limits.sequences if counts is None else counts.tolist()
+        return [kv + count if count else 0 for kv, count in zip(kv_len.tolist(), own, strict=True)]
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least values of the words, and the greatest ones for each number of new tokens."""
@@ -127,8 +147,8 @@ class _Inputs:
 @torch.library.custom_op(
     "megadsl::decode_step",
     mutates_args=("cache",),
-    schema="(Tensor ids, Tensor kv_len, Tensor? counts, Tensor? positions, Tensor? ancestors, Tensor weights, Tensor(a!) cache, str step)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor ids, Tensor kv_len, Tensor? counts, Tensor? positions, Tensor? ancestors, Tensor weights, Tensor(a!) cache,"
+    " Tensor? pages, str step) -> (Tensor, Tensor)",
 )
 def decode_step(
     ids: torch.Tensor,
@@ -138,16 +158,18 @@ def decode_step(
     ancestors: torch.Tensor | None,
     weights: torch.Tensor,
     cache: torch.Tensor,
+    pages: torch.Tensor | None,
     step: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch of the step named ``step``: logits fp32 (n, vocab), and the chosen ids int64 (n,), or (0,) where the kernel chooses none.
 
-    As DecodeStep.forward, which is what to call; the arenas ``weights`` and ``cache`` are uint8. Raises MK450 to MK455, MK482 to MK487.
+    As DecodeStep.forward, which is what to call; the arenas ``weights`` and ``cache`` are uint8, ``pages`` int32. Raises MK450 to MK455,
+    MK478, MK482 to MK487, MK492.
     """
     loaded = _find(step)
     given = StepInputs(ids, kv_len, counts, positions, ancestors)
-    loaded.check(given, weights, cache)
-    return loaded.run(given, weights, cache)
+    loaded.check(given, weights, cache, pages)
+    return loaded.run(given, weights, cache, pages)
 
 
 @decode_step.register_fake
@@ -159,10 +181,11 @@ def _decode_step_fake(
     ancestors: torch.Tensor | None,
     weights: torch.Tensor,
     cache: torch.Tensor,
+    pages: torch.Tensor | None,
     step: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     loaded = _find(step)
-    loaded.check(StepInputs(ids, kv_len, counts, positions, ancestors), weights, cache)
+    loaded.check(StepInputs(ids, kv_len, counts, positions, ancestors), weights, cache, pages)
     number = ids.shape[0]
     logits = ids.new_empty((number, loaded.limits.vocab), dtype=torch.float32)
     return logits, ids.new_empty((number if loaded.chooses else 0,), dtype=torch.int64)

@@ -12,8 +12,9 @@ import torch
 from megadsl.diagnostics import declare, error
 from megadsl.ir.graph import Linear
 from megadsl.runtime.generate import SEQUENCE_COUNT, Compiled, check_rope, weight_source
-from megadsl.runtime.kv import KvCache, sequence_arena
+from megadsl.runtime.kv import KvCache, PagedCache, sequence_arena
 from megadsl.runtime.pack import cache_key, pack_weights
+from megadsl.runtime.pages import Pages, page_table
 from megadsl.runtime.program import Program, resolve_device
 from megadsl.runtime.weights import TensorSource, WeightSource
 from megadsl.torch.arguments import SupportsDLPack, tensor_of, users_call
@@ -53,12 +54,14 @@ class DecodeStep(torch.nn.Module):
     many tokens. Of steps of another number of sequences, weights alone; a step of one has a batch's first sequence as its cache.
     ``device``: "cuda", "cuda:N", or "cpu" for the emulator; None: the shared step's, else "cuda". ``options`` go to Program.
 
-    The buffers ``weights`` (packed, uint8) and ``cache`` (uint8, the default KV cache) stay out of state_dict(). Raises MK400 to MK448,
-    MK480, MK481, MK489.
+    The buffers ``weights`` (packed, uint8) and ``cache`` (uint8, the default KV cache) stay out of state_dict(). Where cached rows lie in
+    pages, so does ``pages``, int32 (sequences, entries): the default table, which ``pool`` fills. Raises MK400 to MK448, MK480, MK481,
+    MK489.
     """
 
     weights: torch.Tensor
     cache: torch.Tensor
+    pages: torch.Tensor | None
 
     def __init__(
         self,
@@ -86,11 +89,13 @@ class DecodeStep(torch.nn.Module):
         self._device = self.program.device
         if shared is not None and manifest["kv"]:
             if manifest["sequences"] == shared.loaded.limits.sequences:
-                self.program.share_cache(shared.cache)
+                self.program.share_cache(shared.cache, shared.pool)
             elif manifest["sequences"] == 1:
-                self.program.share_cache(shared.sequence_cache(0))
+                self.program.share_cache(shared.sequence_cache(0), shared.pool)
         self.register_buffer("weights", arena, persistent=False)
         self.register_buffer("cache", self.program.buffers["kv"], persistent=False)
+        table = page_table(manifest, self.program.buffers["pages"]) if manifest["kv_page"] else None
+        self.register_buffer("pages", table, persistent=False)
 
     def forward(
         self,
@@ -101,6 +106,7 @@ class DecodeStep(torch.nn.Module):
         positions: SupportsDLPack | None = None,
         ancestors: SupportsDLPack | None = None,
         cache: SupportsDLPack | None = None,
+        pages: SupportsDLPack | None = None,
     ) -> StepOutput:
         """Append ``ids`` (n,), 1 to ``tokens`` of them, at rows [kv_len, kv_len + n) of ``cache``, and give what follows each.
 
@@ -111,8 +117,13 @@ class DecodeStep(torch.nn.Module):
         Of a batch, ``kv_len`` (sequences,) are the rows of each sequence, and ``counts`` (sequences,) says how many of the ids are its own,
         which stand in the order of the sequences; by default one of each. Masks speak of the step's tokens, each of its own sequence's.
 
-        Raises MK450 to MK455, MK496, MK499, MK480 to MK487; values only in the emulator, since a GPU cannot be asked without waiting:
-        there ids, rows and positions are clamped to what exists. A launch that hangs raises in the emulator, on a GPU in :meth:`check`.
+        Where cached rows lie in pages, row r of sequence i is row r % kv_page of page ``pages[i, r // kv_page]``: int32 (sequences,
+        entries), by default the buffer. Rows of pages that are none are not written, and read as anything. Pages that are appended to are
+        one sequence's alone; full ones may be in several sequences' rows of the table.
+
+        Raises MK450 to MK455, MK478, MK492, MK496, MK499, MK480 to MK487; values only in the emulator, since a GPU cannot be asked without
+        waiting: there ids, rows and positions are clamped to what exists. A launch that hangs raises in the emulator, on a GPU in
+        :meth:`check`.
         """
         logits, chosen = decode_step(
             tensor_of("ids", ids, self._device),
@@ -122,6 +133,7 @@ class DecodeStep(torch.nn.Module):
             None if ancestors is None else tensor_of("ancestors", ancestors, self._device),
             self.weights,
             self.cache if cache is None else tensor_of("cache", cache, self._device),
+            self.pages if pages is None else tensor_of("pages", pages, self._device),
             self.name,
         )
         return StepOutput(logits, chosen)
@@ -147,9 +159,10 @@ class DecodeStep(torch.nn.Module):
         Drawn as Sampling says, greedily by default, with ``generator`` (of the step's device); or chosen by ``sample``, which gets fp32
         logits (vocab,) and gives an integer tensor of one element. ``on_token(id)`` is called as tokens arrive. ``kv_len`` rows of the
         cache count already; afterwards it holds kv_len + len(prompt) + m - 1. ``prefill``: a step for more tokens that shares this one's
-        weights and cache, for the prompt. On a GPU one captured graph replays for every token, unless ``sample`` is given.
+        weights and cache, for the prompt. Pages for all rows are taken from ``pool`` first. On a GPU one captured graph replays for
+        every token, unless ``sample`` is given.
 
-        Raises MK450 to MK452, MK496 for a batch, MK480 to MK482, MK487 to MK489, MK490, MegakernelHang.
+        Raises MK450 to MK452, MK469, MK496 for a batch, MK480 to MK482, MK487 to MK489, MK490, MegakernelHang.
         """
         if self.loaded.limits.sequences > 1:
             mend = "use BatchGenerator, or a step of one sequence on sequence_cache() of this one"
@@ -171,17 +184,28 @@ class DecodeStep(torch.nn.Module):
         return torch.tensor(new, dtype=torch.int64, device=self._device)
 
     def new_cache(self) -> torch.Tensor:
-        """Another KV cache, empty: for one more sequence (or batch of them) with the same weights."""
+        """Another KV cache, empty: for one more sequence (or batch of them) with the same weights. Of pages, another pool."""
         return torch.zeros(self.loaded.limits.cache_bytes, dtype=torch.uint8, device=self._device)
 
     def rows(self, cache: torch.Tensor | None = None, sequence: int = 0) -> KvCache:
         """Reads and writes K and V rows of ``cache`` (default: the buffer), as (kv_heads, rows, head_dim) bf16; of a batch those of one
-        sequence."""
+        sequence. In pages, those that the default table gives it."""
+        if self.pool is not None:
+            return PagedCache(self.program.manifest, self.cache if cache is None else cache, self.pool.table, sequence)
         return KvCache(self.program.manifest, self.cache if cache is None else cache, sequence)
 
     def sequence_cache(self, sequence: int, cache: torch.Tensor | None = None) -> torch.Tensor:
-        """The part of ``cache`` (default: the buffer) that one sequence of a batch has: what a step of one sequence takes as its cache."""
+        """The part of ``cache`` (default: the buffer) that one sequence of a batch has: what a step of one sequence takes as its cache. Of
+        pages all of it, together with ``pages[sequence : sequence + 1]``."""
+        if self.pool is not None:
+            return self.cache if cache is None else cache
         return sequence_arena(self.program.manifest, self.cache if cache is None else cache, sequence)
+
+    @property
+    def pool(self) -> Pages | None:
+        """Who has which pages of the default cache, where rows lie in pages: ``step.pool.hold({0: rows})`` gives sequence 0 those that it
+        needs, before the calls that append them."""
+        return self.program.pages
 
     def turn(self) -> AbstractContextManager[None]:
         """For a ``with`` around the replay of a graph that you captured: it then runs behind all calls before, on whichever streams, and
@@ -200,6 +224,7 @@ class DecodeStep(torch.nn.Module):
             with torch.cuda.device(self._device):
                 program.kernel.close()
         self._loaded = None
+        self.pages = None
         self.weights = self.cache = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @property

@@ -82,7 +82,10 @@ class Continuation:
         if not prompt:
             raise error(EMPTY_PROMPT, users_call())
         check_ids(prompt, self._limits.vocab)
-        check_room(kv_len, len(prompt) + max(count - 1, 0), self._limits.max_kv)
+        rows = len(prompt) + max(count - 1, 0)
+        check_room(kv_len, rows, self._limits.max_kv)
+        if self._program.pages is not None:
+            self._program.pages.grow({0: kv_len + rows})
 
     def _read_prompt(self, prompt: Sequence[int], kv_len: int) -> None:
         ids = torch.tensor(prompt, dtype=torch.int64).to(self._program.device)

@@ -5,7 +5,7 @@
 
 namespace mk::host {
 
-constexpr u32 kBufferCount = 7;
+constexpr u32 kBufferCount = 8;  // mk::PagedBuffers; a kernel reads as many as its argument has
 
 // How a seeded scheduler treats some. Turns are withheld only while somebody else can run.
 enum class Policy : u64 {
@@ -116,7 +116,7 @@ struct LaunchResult {
 };
 
 struct LaunchArgs {
-  void* buffers[kBufferCount];      // in the order of mk::Buffers
+  void* buffers[kBufferCount];      // in the order of mk::PagedBuffers
   u64 buffer_bytes[kBufferCount];   // all 0: sizes unknown, global accesses are not checked
   const u32* shape;
   u32 shape_words;

@@ -1,6 +1,7 @@
 // The exported functions of an emulated kernel's library; kernel.cu ends with MK_HOST_ENTRY.
 #pragma once
 
+#include <array>
 #include <chrono>
 
 #include "host/scheduler.h"
@@ -29,23 +30,31 @@ MK_FN double measure_switch_ns() {
   return spent.count() / (2.0 * kRounds);
 }
 
+// What a kernel takes first: buffers, paged or not.
+template <class B, class... Others>
+B first_argument(void (*)(B, Others...));
+template <class Kernel, class... Others>
+constexpr std::array<Kernel*, 1 + sizeof...(Others)> table_of(Kernel* first, Others*... others) {
+  return {first, others...};
+}
+
 }  // namespace mk::host
 
 #define MK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Defines what Python calls: a launch of `kernel(mk::Buffers, Shape)` (result: kOk, kHung, kFault or kBadArgs), and the
+// Defines what Python calls: a launch of `kernel(mk::Buffers, Shape)`, whatever buffers it takes (result: kOk, kHung, kFault or kBadArgs), and the
 // price of a fiber switch.
 #define MK_HOST_ENTRY(kernel, Shape)                                         \
-  MK_HOST_RUN(Shape, kernel(buffers, shape))
+  MK_HOST_RUN(mk::host::first_argument(&kernel), Shape, kernel(buffers, shape))
 
 // The same for several kernels that are also told a layer: the launch says which.
 #define MK_HOST_LAUNCHES(Shape, ...)                                                          \
-  constexpr void (*mk_host_kernels[])(mk::Buffers, Shape, mk::u32) = {__VA_ARGS__};           \
-  MK_HOST_RUN(Shape, mk_host_kernels[mk::host::rt.args->kernel](buffers, shape, mk::host::rt.args->layer))
+  constexpr auto mk_host_kernels = mk::host::table_of(__VA_ARGS__);                           \
+  MK_HOST_RUN(mk::host::first_argument(mk_host_kernels[0]), Shape, mk_host_kernels[mk::host::rt.args->kernel](buffers, shape, mk::host::rt.args->layer))
 
-#define MK_HOST_RUN(Shape, call)                                             \
+#define MK_HOST_RUN(buffers_of, Shape, call)                                 \
   static void mk_host_enter() {                                              \
-    mk::Buffers buffers;                                                     \
+    decltype(buffers_of) buffers;                                            \
     Shape shape;                                                             \
     std::memcpy(&buffers, mk::host::rt.args->buffers, sizeof buffers);       \
     std::memcpy(&shape, mk::host::rt.args->shape, sizeof shape);             \

@@ -28,7 +28,7 @@ MK_FN __attribute__((noinline, cold)) void check_global_slow(u64 address, u64 by
       return;
     }
   }
-  static const char* const names[kBufferCount] = {"control", "weights", "kv", "exchange", "logits", "rope", "trace"};
+  static const char* const names[kBufferCount] = {"control", "weights", "kv", "exchange", "logits", "rope", "trace", "pages"};
   u32 nearest = 0;
   for (u32 i = 1; i < kBufferCount; ++i) {
     const u64 base = reinterpret_cast<u64>(rt.args->buffers[i]);

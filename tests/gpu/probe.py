@@ -26,7 +26,7 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
     }
     site = {"id": 0, "role": "consumer", "op": "gather", "kind": "exchange", "span": "probe.cu:20", "expects": "the epoch of block tile"}
     return {
-        **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "sequences": 1},
+        **{"model": "probe", "arch": DEFAULT_ARCH, "tokens": TOKENS, "sequences": 1, "kv_page": 0, "kv_pages": 0},
         **{"blocks": blocks, "threads": 32, "cluster": 1, "smem_bytes": 1024},
         **{"entries": ["megakernel"], "launches": [[0, 0]], "several_steps": False},
         **{"layers": 1, "vocab": VOCAB, "max_kv": MAX_KV, "rope": None, "kv": None, "exchange_fill": [[0, 16 * blocks, 0xFF]]},
@@ -38,7 +38,7 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
         },
         "buffers": {
             **{"control": 512, "weights": 256, "kv": 16, "exchange": 16 * blocks, "logits": TOKENS * VOCAB * 4},
-            "rope": 0,
+            **{"rope": 0, "pages": 0},
         },
     }
 

@@ -243,7 +243,7 @@ MK_FN Access access_by(const Lane& l, u32 flags, u32 width, u32 pc) {
 }
 
 MK_FN void begin_shadow(const char* arenas, u64 arena_bytes) {
-  constexpr u32 kShift[kBufferCount] = {1, 4, 1, 1, 1, 4, 1};  // weights and rope: nobody writes there, and they are large
+  constexpr u32 kShift[kBufferCount] = {1, 4, 1, 1, 1, 4, 1, 2};  // weights and rope: nobody writes there, and they are large
   for (u32 i = 0; i < kBufferCount; ++i) begin_region(shadow.regions[i], rt.args->buffers[i], rt.args->buffer_bytes[i], kShift[i]);
   begin_region(shadow.regions[kBufferCount], arenas, arena_bytes, 1);
   shadow.reads = {};

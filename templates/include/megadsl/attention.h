@@ -9,6 +9,7 @@
 // of the chunk they go to, so the append needs no fence against the bulk copy.
 #pragma once
 #include "megadsl/cluster.h"
+#include "megadsl/pages.h"
 
 namespace mk {
 
@@ -169,15 +170,20 @@ MK_DEV void gather_unit(const B& block, u32 site, const AttentionShape& s, const
 
 // Writes this step's rows behind the cached ones. Bulk copies of that chunk have landed: every warp has waited for them. The block's last
 // threads begin: its first warp has the parts to add next.
-template <class T, class B>
-MK_DEV void append_rows(const B& block, const AttentionShape& s, const Step& step, u32 layer, u32 head) {
+template <class T, class B, class Rows>
+MK_DEV void append_rows(const B& block, const AttentionShape& s, const Step& step, u32 layer, u32 head, const Rows& rows) {
   if (given_up(block.cx)) return;  // what was gathered may be garbage
   const smem_ptr<char> fresh = block.template at<char>(s.fresh);
 #pragma unroll 1
   for (u32 i = B::kThreads - 1 - block.thread; i < step.tokens * T::kHeadDim; i += B::kThreads) {
     const u32 token = i / T::kHeadDim, dim = i % T::kHeadDim, row = step.kv_len + token;
     if (row >= u32(s.max_rows)) continue;
-    char* chunk = cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes);
+    char* chunk = nullptr;
+    if constexpr (Rows::kPaged) {
+      if (!rows.find(chunk, block.buffers, s, layer, head, 0, row / kChunkRows, T::kChunkBytes)) continue;
+    } else {
+      chunk = cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes);
+    }
     const u32 r = row % kChunkRows;
     ptx::st_global<u16>(reinterpret_cast<u16*>(chunk + key_offset<T::kHeadDim>(r, dim)),
                         ptx::ld_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(token, dim))));
@@ -361,11 +367,11 @@ MK_DEV void publish_halves(const B& block, u32 site, const AttentionShape& s, co
 
 // Consumer side of attention for all units of this block. S: Softmax, or FewRows. kHolds: warps take chunks before they wait for the
 // queries. kHalves: there is one pass, two warps have each tile and publish half of its columns each. `pause`: ns before the first poll. `heads`: what is
-// made of queries and keys before they are multiplied. `window`: the layer's.
-template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class E, class H = AsGathered>
+// made of queries and keys before they are multiplied. `window`: the layer's. `cached_rows`: where they lie.
+template <class QkvWire, class PartWire, class T, class P, template <class> class S, bool kHolds, bool kHalves, class B, class R, class E, class H = AsGathered, class Rows = Stretches>
 MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                           const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, i32 meeting,
-                          u32 pause, const H& heads = {}, u32 window = T::kWindow) {
+                          u32 pause, const H& heads = {}, u32 window = T::kWindow, const Rows& cached_rows = {}) {
   constexpr u32 kMasks = B::kTokens == 1 ? 1 : 2;  // of the two query rows of a lane
   const u32 rows = ptx::opaque(u32(s.rows)), kv_len = ptx::opaque(step.kv_len);  // or what comes of them would be kept over all layers
   const u32 all_tiles = S<T>::kOneTile ? 1 : ceil_div(rows, 16);
@@ -414,7 +420,7 @@ MK_DEV void run_attention(const B& block, R& reader, u32 gather_site, u32 ring_s
     }
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
-    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
+    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head, cached_rows);
   }
   // No barrier at the end: the merge meets before anybody writes where the unit lay. But a block without a unit meets here: what
   // it staged before is still being published, and the merge stages anew.

@@ -111,4 +111,10 @@ struct Buffers {
 };
 static_assert(sizeof(Buffers) == 7 * 8, "Buffers is seven pointers");
 
+// Of kernels whose cached rows lie in pages: per sequence the numbers of its pages, see pages.h.
+struct PagedBuffers : Buffers {
+  const u32* pages;
+};
+static_assert(sizeof(PagedBuffers) == 8 * 8, "one pointer more");
+
 }  // namespace mk

@@ -78,15 +78,21 @@ MK_DEV void take_segment(const B& block, R& reader, u32 site, const AttentionSha
 }
 
 // Writes the new rows of a segment's sequence behind its cached ones; see append_rows.
-template <class T, class B>
-MK_DEV void append_segment(const B& block, const AttentionShape& s, const Sequences& sequences, const Segment& segment, u32 layer, u32 head) {
+template <class T, class B, class Rows>
+MK_DEV void append_segment(const B& block, const AttentionShape& s, const Sequences& sequences, const Segment& segment, u32 layer, u32 head,
+                           const Rows& rows) {
   if (given_up(block.cx)) return;  // what was gathered may be garbage
   const smem_ptr<char> fresh = block.template at<char>(s.fresh);
 #pragma unroll 1
   for (u32 i = B::kThreads - 1 - block.thread; i < segment.tokens * T::kHeadDim; i += B::kThreads) {
     const u32 token = i / T::kHeadDim, dim = i % T::kHeadDim, row = segment.kv_len + token, from = segment.first + token;
     if (row >= u32(s.max_rows)) continue;
-    char* chunk = sequences.arena(cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes), segment.sequence);
+    char* chunk = nullptr;
+    if constexpr (Rows::kPaged) {
+      if (!rows.find(chunk, block.buffers, s, layer, head, segment.sequence, row / kChunkRows, T::kChunkBytes)) continue;
+    } else {
+      chunk = sequences.arena(cache_chunk(block.buffers, s, layer, head, row / kChunkRows, T::kChunkBytes), segment.sequence);
+    }
     const u32 r = row % kChunkRows;
     ptx::st_global<u16>(reinterpret_cast<u16*>(chunk + key_offset<T::kHeadDim>(r, dim)),
                         ptx::ld_shared<u16>(fresh.template at<u16>(key_offset<T::kHeadDim>(from, dim))));
@@ -97,10 +103,10 @@ MK_DEV void append_segment(const B& block, const AttentionShape& s, const Sequen
 
 // Consumer side of attention for all units of this block. `heads_of`: divides by the query heads of a KV head. `later`: steps of the launch
 // before this one. The rest as run_attention.
-template <class QkvWire, class PartWire, class T, class P, class B, class R, class H = AsGathered>
+template <class QkvWire, class PartWire, class T, class P, class B, class R, class H = AsGathered, class Rows = Stretches>
 MK_DEV void run_batch(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Divisor& heads_of,
                       const Sequences& sequences, u32 later, u32 layer, const ExchangeShape& qkv, u32 qkv_sequence, const ExchangeShape& parts,
-                      u32 parts_sequence, i32 meeting, u32 pause, const H& heads = {}) {
+                      u32 parts_sequence, i32 meeting, u32 pause, const H& heads = {}, const Rows& cached_rows = {}) {
   static_assert(T::kByToken, "rows of one sequence follow each other");
   const Divisor splits = s.divisor();
   const u32 units = u32(s.kv_heads) * u32(s.splits);
@@ -145,7 +151,7 @@ MK_DEV void run_batch(const B& block, R& reader, u32 gather_site, u32 ring_site,
         publish_unit<PartWire, T, kFewRows>(block, s, parts, parts_sequence, u, row0 + first_tile * kFewRows,
                                             min_u32(tiles * kFewRows, rows - first_tile * kFewRows), tiles, classes, part_rows);
       }
-      if (segment.fresh) append_segment<T>(block, s, sequences, segment, layer, head);
+      if (segment.fresh) append_segment<T>(block, s, sequences, segment, layer, head, cached_rows);
     });
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);

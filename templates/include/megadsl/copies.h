@@ -17,10 +17,12 @@ struct BulkCopies {
     return mk::wait(cx, site, tile, expected, attempt);
   }
   MK_DEV static bool passed(smem_ptr<u64> barrier, u32 parity) { return ptx::mbar_try_wait(barrier, parity); }
-  MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
-    ptx::mbar_arrive_expect_tx(full, bytes);
-    ptx::bulk_load(stage, source, bytes, full, policy);
+  // A stage's bytes: begun, from one place or several, and ended.
+  MK_DEV static void begin(u32 bytes, smem_ptr<u64> full) { ptx::mbar_arrive_expect_tx(full, bytes); }
+  MK_DEV static void copy(smem_ptr<char> to, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
+    ptx::bulk_load(to, source, bytes, full, policy);
   }
+  MK_DEV static void end(smem_ptr<u64>) {}
   MK_DEV static void prefetch(const char* source, u32 bytes) { ptx::bulk_prefetch_l2(source, bytes); }
   // The copies are of the asynchronous proxy. What orders barriers and rows before those of other threads:
   MK_DEV static void fence_barriers() { ptx::fence_mbarrier_init(); }
@@ -42,7 +44,8 @@ struct LaneCopies {
     return wait_warp<ptx::kPollsAtOnce>(cx, site, tile, expected, attempt);
   }
   MK_DEV static bool passed(smem_ptr<u64> barrier, u32 parity) { return ptx::mbar_test_wait(barrier, parity); }
-  MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64> full, u64 policy) {
+  MK_DEV static void begin(u32, smem_ptr<u64>) {}
+  MK_DEV static void copy(smem_ptr<char> stage, const char* source, u32 bytes, smem_ptr<u64>, u64 policy) {
     constexpr u32 kRow = kWarpSize * kCopyBytes;
     u32 done = ptx::lane_id() * kCopyBytes;
     // One address for several copies: a warp has few cycles for each.
@@ -55,8 +58,8 @@ struct LaneCopies {
     }
 #pragma unroll 1
     for (; done < bytes; done += kRow) ptx::lane_load(stage.template at<char>(int(done)), source + done, policy);
-    ptx::mbar_arrive_loaded(full);
   }
+  MK_DEV static void end(smem_ptr<u64> full) { ptx::mbar_arrive_loaded(full); }
   // The copies are the lanes' own: what orders other accesses of theirs orders these.
   MK_DEV static void fence_barriers() {}
   MK_DEV static void fence_rows() {}

@@ -183,10 +183,10 @@ MK_DEV void hold_unit(const B& block, R& reader, u32 site, const Unit& unit, Hel
 
 // Consumer side of attention for all units of this block; as run_attention, a block without a unit meets as well. kRows: query rows of a
 // KV head. `pause`: ns before the first poll. `window`: the layer's.
-template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class E, class Heads = AsGathered>
+template <class QkvWire, class PartWire, class T, u32 kRows, class B, class R, class E, class Heads = AsGathered, class Rows = Stretches>
 MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site, const AttentionShape& s, const Step& step, u32 layer,
                       const ExchangeShape& qkv, u32 qkv_sequence, const E& parts, u32 parts_sequence, u32 pause, const Heads& heads = {},
-                      u32 window = T::kWindow) {
+                      u32 window = T::kWindow, const Rows& cached_rows = {}) {
   static_assert(B::kTokens == 1 && QkvWire::kDense, "a unit's number is its address");
   constexpr u32 kPerStage = R::kStageBytes / T::kChunkBytes;
   const u32 warp = block.warp(), lane = block.lane();
@@ -241,7 +241,7 @@ MK_DEV void run_heads(const B& block, R& reader, u32 gather_site, u32 ring_site,
     publish_unit<PartWire, T>(block, s, parts, parts_sequence, u, 0, min_u32(16, u32(s.rows)), 1, classes, kRows);
     if (PartWire::kFlagged) block.sync();  // all of the unit's parts are stored
     end_unit<PartWire>(block, ring_site, parts, parts_sequence, u);
-    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head);
+    if (unit.fresh) append_rows<T>(block, s, step, layer, unit.head, cached_rows);
   }
   if (!B::kFinishes && block.cx.block >= u32(s.kv_heads) * u32(s.splits)) block.sync();
   block.meet();

@@ -73,6 +73,11 @@ struct Loader {
   MK_DEV Loader(const Context& context, R r, Window bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
+    load_parts(site, tile, bytes, [&](smem_ptr<char> stage, smem_ptr<u64> full) { Copies::copy(stage, source, bytes, full, policy); });
+  }
+  // `copy(stage, full)` copies the stage's `bytes`, from several places.
+  template <class F>
+  MK_DEV void load_parts(u32 site, u32 tile, u32 bytes, F copy) {
     trace_copy(cx);
     while (in_flight >= window.template now<Copies>())
       if (!retire(site, tile)) return;
@@ -82,7 +87,9 @@ struct Loader {
     trace_free(cx);
     last_site = site;
     chaos(cx, Place::kIssue, site, tile);
-    Copies::copy(ring.stage(issued.slot), source, bytes, ring.full + issued.slot, policy);
+    Copies::begin(bytes, ring.full + issued.slot);
+    copy(ring.stage(issued.slot), ring.full + issued.slot);
+    Copies::end(ring.full + issued.slot);
     issued.advance();
     ++in_flight;
     trace_issue(cx, site, bytes, in_flight);

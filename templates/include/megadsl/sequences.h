@@ -13,7 +13,7 @@ namespace mk {
 // What the launch has of all sequences.
 struct BatchShape {
   i32 sequences;
-  i32 stride;  // KV arena of one sequence, in 16-byte units
+  i32 stride;  // KV arena of one sequence, in 16-byte units; not used where rows lie in pages
   i32 table;   // shared memory: see Sequences
 };
 

@@ -5,6 +5,7 @@
 #pragma once
 #include "megadsl/units.h"
 #include "megadsl/linear.h"
+#include "megadsl/pages.h"
 #include "megadsl/sequences.h"
 #include "megadsl/steps.h"
 
@@ -89,8 +90,8 @@ struct OneSequence {
 };
 
 // kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are. W:
-// OneWindow, or LayerWindows. All: whose rows.
-template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow, class All = OneSequence>
+// OneWindow, or LayerWindows. All: whose rows. Rows: where they lie.
+template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow, class All = OneSequence, class Rows = Stretches>
 struct Tape {
   using Copies = typename R::Copies;
 
@@ -105,11 +106,13 @@ struct Tape {
   u32 layers = 0;  // kAhead: beyond the last there is nothing to prefetch
   W windows;
   All all;
+  Rows cached_rows;
   u32 first_epoch;  // of the launch
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {}, All sequences = {})
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {}, All sequences = {},
+              Rows rows = {})
       : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w), all(sequences),
-        first_epoch(first.epoch) {}
+        cached_rows(rows), first_epoch(first.epoch) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
@@ -202,6 +205,12 @@ struct Tape {
           continue;
         }
       }
+      if constexpr (!All::kSeveral && Rows::kPaged) {
+        if (cached) {
+          play_pages(e);
+          continue;
+        }
+      }
       const u32 units = cached ? e.units : cx.block + 1, repeats = e.repeats;
 #pragma unroll 1
       for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
@@ -224,8 +233,11 @@ struct Tape {
   MK_DEV Run weight_run(const TapeEntry& e, u32 pass, u32 layer) const {
     return {buffers.weights + (size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * pass) * 16, e.bytes};
   }
+  MK_DEV Unit unit_of(const TapeEntry& e, u32 index, u32 layer) const {
+    return attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? windows.of(e.tile, layer) : 0);
+  }
   MK_DEV Run cache_run(const TapeEntry& e, u32 index, u32 layer) const {
-    const Unit unit = attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? windows.of(e.tile, layer) : 0);
+    const Unit unit = unit_of(e, index, layer);
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
@@ -238,10 +250,52 @@ struct Tape {
       const u32 head = splits.divide_any(unit), split = unit - head * splits.value;
       const size_t at = size_t(e.base) + size_t(e.layer_stride) * cx.layer + size_t(e.stride) * head;
       all.for_each_segment(splits, split, step.epoch - first_epoch, kWindows ? e.tile : 0, [&](const Segment& segment) {
-        const Run run = {all.arena(buffers.kv, segment.sequence) + at * 16 + size_t(segment.begin) * e.bytes, (segment.end - segment.begin) * e.bytes};
+        [[maybe_unused]] const Run run = {all.arena(buffers.kv, segment.sequence) + at * 16 + size_t(segment.begin) * e.bytes, (segment.end - segment.begin) * e.bytes};
         const u32 passes = ceil_div(segment.tokens * token_rows, pass_rows);
 #pragma unroll 1
-        for (u32 pass = 0; pass < passes; ++pass) stream(e, run, 0);
+        for (u32 pass = 0; pass < passes; ++pass) {
+          if constexpr (Rows::kPaged) stream_pages(e, head, segment.sequence, segment.begin, segment.end);
+          else stream(e, run, 0);
+        }
+      });
+    }
+  }
+  // The cached rows of one sequence in pages, of each unit once for each pass.
+  MK_DEV void play_pages(const TapeEntry& e) {
+#pragma unroll 1
+    for (u32 index = cx.block; index < e.units; index += cx.blocks.value) {
+      const Unit unit = unit_of(e, index, cx.layer);
+#pragma unroll 1
+      for (u32 pass = 0; pass < e.repeats; ++pass) stream_pages(e, unit.head, 0, unit.begin, unit.end);
+    }
+  }
+  // A KV head's run of the first page, and the bytes from page to page.
+  struct PageRuns {
+    const char* first;
+    u64 stride;
+    MK_DEV const char* at(u32 page, u32 chunk, u32 chunk_bytes) const { return first + stride * page + chunk * chunk_bytes; }
+  };
+  MK_DEV PageRuns page_runs(const TapeEntry& e, u32 layer, u32 head) const {
+    const u32 heads = Divisor{e.splits, e.splits_inverse}.divide_any(e.units);
+    const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * head;
+    return {buffers.kv + at * 16, u64(e.stride) * 16 * heads};
+  }
+  // Chunks [begin, end) of a sequence, as the same stages as where they follow each other, each put together from its pages. While the
+  // loader waits for room for a page's chunks, the next one's entry is on its way.
+  MK_DEV void stream_pages(const TapeEntry& e, u32 head, u32 sequence, u32 begin, u32 end) {
+    if (begin == end) return;
+    const u32 per_stage = e.step / e.bytes;
+    const PageRuns runs = page_runs(e, cx.layer, head);
+    u32 next = cached_rows.entry(sequence, begin), tile = 0;
+#pragma unroll 1
+    for (u32 first = begin; first < end; first += per_stage, ++tile) {
+      const u32 chunks = min_u32(per_stage, end - first);
+      loader.load_parts(e.site, tile, chunks * e.bytes, [&](smem_ptr<char> stage, smem_ptr<u64> full) {
+        u32 done = 0;
+        cached_rows.for_each_part(sequence, first, first + chunks, end, next, [&](u32 page, u32 inside, u32 count) {
+          Copies::copy(stage.template at<char>(done), runs.at(page, inside, e.bytes), count * e.bytes, full, e.policy);
+          done += count * e.bytes;
+        });
       });
     }
   }
@@ -264,6 +318,12 @@ struct Tape {
     const bool cached = e.kind == Play::kPrefetchCache;
     const u32 layer = cx.layer + e.site, units = cached ? e.units : cx.block + 1, repeats = cached ? 1 : e.repeats;
     if (layer >= layers) return;
+    if constexpr (!All::kSeveral && Rows::kPaged) {
+      if (cached) {
+        prefetch_pages(e, layer);
+        return;
+      }
+    }
 #pragma unroll 1
     for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
 #pragma unroll 1
@@ -273,6 +333,22 @@ struct Tape {
 #pragma unroll 1
         for (u32 done = 0; done < size; done += e.step) Copies::prefetch(run.source + done, min_u32(e.step, size - done));
       }
+  }
+  // The first `repeats` bytes of each unit's rows, page by page.
+  MK_DEV void prefetch_pages(const TapeEntry& e, u32 layer) const {
+#pragma unroll 1
+    for (u32 index = cx.block; index < e.units; index += cx.blocks.value) {
+      const Unit unit = unit_of(e, index, layer);
+      if (unit.begin == unit.end) continue;
+      const PageRuns runs = page_runs(e, layer, unit.head);
+      u32 next = cached_rows.entry(0, unit.begin), left = e.repeats;
+      const u32 end = min_u32(unit.end, unit.begin + ceil_div(left, e.bytes));
+      cached_rows.for_each_part(0, unit.begin, end, end, next, [&](u32 page, u32 inside, u32 count) {
+        const u32 size = min_u32(count * e.bytes, left);
+        left -= size;
+        Copies::prefetch(runs.at(page, inside, e.bytes), size);
+      });
+    }
   }
   MK_DEV void pass_gate(const TapeEntry& e) const {
     const smem_ptr<u32> gate = ptx::smem_base().template at<u32>(e.stride);
