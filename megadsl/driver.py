@@ -73,8 +73,8 @@ def compile_model(
     with KV caches of its own, that a launch's new tokens may belong to; a batch. blocks: persistent blocks (default: at
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
-    says: "step" or "op"; of the latter, decisions that are for whole steps alone do not count. schedule: a schedule file or its path,
-    Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
+    says: "step", "layer" or "op"; decisions that such launches cannot follow, and results do not depend on, do not count then. schedule:
+    a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
     blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
