@@ -30,7 +30,9 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Also time launches of N steps beside N launches.")] = 1,
     baseline: Annotated[
         Baseline,
-        typer.Option("--baseline", help="Our own kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."),
+        typer.Option(
+            "--baseline", help="Our own kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."
+        ),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
