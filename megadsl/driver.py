@@ -74,8 +74,8 @@ def compile_model(
     most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the emulator's small ones).
     check: prove the plan's synchronisation and raise what does not hold. scope: what one launch runs, in place of what the schedule
     says: "step", "layer" or "op"; decisions that such launches cannot follow, and results do not depend on, do not count then. schedule:
-    a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there is one and neither config nor
-    blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
+    a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch and tokens if there
+    is one and neither config nor blocks nor on is given, else the spec's own; "model", the spec's own; "none". Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)

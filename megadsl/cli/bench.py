@@ -30,9 +30,7 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Also time launches of N steps beside N launches.")] = 1,
     baseline: Annotated[
         Baseline,
-        typer.Option(
-            "--baseline", help="Our own kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."
-        ),
+        typer.Option("--baseline", help="Our kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
@@ -65,8 +63,7 @@ def command(
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
         made = compile_model(model, **shared, tokens=count)
-        others = [scope for scope in SCOPES if beside and baseline is not Baseline.NONE and scope != made.schedule.scope]
-        apart = {scope: _apart(model, {**shared, "tokens": count}, scope) for scope in others}
+        apart = _others(model, {**shared, "tokens": count}, made) if beside and baseline is not Baseline.NONE else {}
         return Subject(made, chosen.value, options, apart, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
@@ -86,6 +83,11 @@ def command(
         plain, recorded = subject_of(counts[0]).timed(lengths[0], replays), subject_of(counts[0], defines={"MK_TRACE": "1"})
         typer.echo(_traced(recorded.manifest, plain, recorded.timed(lengths[0], replays), trace))
     raise typer.Exit(int(not all(row.passed for row in rows)))
+
+
+def _others(model: str, options: Mapping[str, Any], made: Compiled) -> dict[str, Compiled | str]:
+    """The model under every launch scope but that of the kernel that is judged."""
+    return {scope: _apart(model, options, scope) for scope in SCOPES if scope != made.schedule.scope}
 
 
 def _apart(model: str, options: Mapping[str, Any], scope: str) -> Compiled | str:
