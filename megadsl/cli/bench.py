@@ -33,7 +33,7 @@ def command(
         typer.Option("--baseline", help="Our kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
-        float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
+        float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, a pair.")
     ] = 120,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Also write the timeline of the first pair, and say what recording costs.")
