@@ -33,7 +33,7 @@ def command(
         typer.Option("--baseline", help="Our kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
-        float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, a pair.")
+        float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
     ] = 120,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Also write the timeline of the first pair, and say what recording costs.")
@@ -63,8 +63,7 @@ def command(
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
         made = compile_model(model, **shared, tokens=count)
-        apart = _others(model, {**shared, "tokens": count}, made) if beside and baseline is not Baseline.NONE else {}
-        return Subject(made, chosen.value, options, apart, steps if beside else 1)
+        return Subject(made, chosen.value, options, _others(model, shared, made, baseline) if beside else {}, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
         subject = subject_of(count, beside=True)
@@ -85,9 +84,10 @@ def command(
     raise typer.Exit(int(not all(row.passed for row in rows)))
 
 
-def _others(model: str, options: Mapping[str, Any], made: Compiled) -> dict[str, Compiled | str]:
-    """The model under every launch scope but that of the kernel that is judged."""
-    return {scope: _apart(model, options, scope) for scope in SCOPES if scope != made.schedule.scope}
+def _others(model: str, options: Mapping[str, Any], made: Compiled, baseline: Baseline) -> dict[str, Compiled | str]:
+    """The model under every launch scope but that of the kernel ``made``, where they are to be measured."""
+    scopes = [scope for scope in SCOPES if scope != made.schedule.scope and baseline is not Baseline.NONE]
+    return {scope: _apart(model, {**options, "tokens": made.manifest["tokens"]}, scope) for scope in scopes}
 
 
 def _apart(model: str, options: Mapping[str, Any], scope: str) -> Compiled | str:
