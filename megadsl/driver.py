@@ -80,11 +80,11 @@ def compile_model(
     blocks: persistent blocks (default: at most one per SM, as few as cost nothing). on: a machine other than the arch's table entry (the
     emulator's small ones).
     check: prove the plan's synchronisation, unless this very plan was proved before, and raise what does not hold. scope: what one
-    launch runs, in place of what the schedule says: "step" or "op"; of the latter, decisions that are for whole steps alone do not
-    count. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for this registered model, arch,
-    tokens and sequences if there is one and neither config nor blocks nor on nor formats is given, else the spec's own; "model", the spec's
-    own; "none". formats: of the linears' weights, over what the spec says: "nvfp4, lm_head=fp8" (megadsl/dsl/formats.py). Raises
-    MegadslError.
+    launch runs, in place of what the schedule says: "step", "layer" or "op"; decisions that such launches cannot follow, and results do
+    not depend on, do not count then. schedule: a schedule file or its path, Overrides, or a word: "default", the stored schedule for
+    this registered model, arch, tokens and sequences if there is one and neither config nor blocks nor on nor formats is given, else
+    the spec's own; "model", the spec's own; "none". formats: of the linears' weights, over what the spec says: "nvfp4, lm_head=fp8"
+    (megadsl/dsl/formats.py). Raises MegadslError.
     """
     require_counts(max_kv=max_kv, blocks=blocks)
     name, kernel, values, rows = load_model(model, config, max_kv)

@@ -33,7 +33,9 @@ L2 = "op o_proj: l2 = 4 KiB"
 TOKENS, BLOCKS = 2, 5
 TWO_TILES = (("intermediate_size", 1040),)  # a row group of the down projection
 SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
-    ("kernel", "launch"): (Sample("launch = op"),),
+    ("kernel", "launch"): (Sample("launch = op"), Sample("launch = layer")),
+    ("kernel", "launch_start"): (Sample("launch_start = o_proj", "launch = layer"),),
+    ("kernel", "launch_trigger"): (Sample("launch_trigger = down_proj", "launch = layer"),),
     ("kernel", "block_registers"): (Sample("block_registers = moved"),),
     ("kernel", "finish"): (Sample("finish = block"),),
     ("kernel", "blocks"): (Sample("blocks = 3", "op attention: split_kv = 2\nfinish = block"),),
@@ -86,7 +88,7 @@ def samples(knob: Knob) -> tuple[Sample, ...]:
 
 ALL = [(knob, sample) for knob in KNOBS for sample in samples(knob)]
 
-# All knobs that change code and no bits, but for one op a launch.
+# All knobs that change code and no bits, but for other launches.
 TOGETHER = f"""{KV_LOADER}
 block_registers = moved
 finish = block

@@ -17,6 +17,7 @@ import torch
 from megadsl import cli, driver
 from megadsl.build.gpus import gpus
 from megadsl.diagnostics import MegadslError, error
+from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.machine import DEFAULT_ARCH, machine
 from megadsl.ops.cost import total_cost
 from megadsl.reference.compare import Agreement, Error, Gate, gate
@@ -32,7 +33,15 @@ FACTOR = 1.5
 ROW_KEYS = {
     *("tokens", "sequences", "kv", "gate", "error", "error_max", "error_bf16", "error_bf16_max", "tokens_equal", "tokens_compared"),
     *("ms", "ms_p10", "ms_p90", "of_floor", "floor_ms", "replays", "replays_that_differ", "host_us_per_launch"),
-    *("baselines", "best_baseline", "best_baseline_over_ours", "one_op_a_launch", "several_steps_a_launch"),
+    *(
+        "baselines",
+        "best_baseline",
+        "best_baseline_over_ours",
+        "one_step_a_launch",
+        "one_layer_a_launch",
+        "one_op_a_launch",
+        "several_steps_a_launch",
+    ),
 }
 ABOUT_KEYS = {"model", "arch", "weights", "device", "torch", "cuda", "kv_page", "clock", "l2_cleared", "rows"}
 BASELINE_KEYS = {"name", "attention", "prepare_s", "ms", "ms_p10", "ms_p90", "of_floor", "error", "failure"}
@@ -50,6 +59,10 @@ def subject() -> Subject:
     return Subject(compiled("llama-tiny", tokens=2, blocks=2, max_kv=96), "cpu")
 
 
+def layered(s: ScheduleBlock) -> None:
+    s.launch("layer")
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """``megadsl bench llama-tiny`` with the kernels that other tests build too: exit code, stdout, stderr."""
@@ -57,7 +70,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def compile_model(
         model: str, *, tokens: int, max_kv: int, blocks: int, scope: str = "step", sequences: int = 1, kv_page: int = 0, **options: object
     ) -> driver.Compiled:
-        configure = alone if scope == "op" else None
+        configure = alone if scope == "op" else layered if scope == "layer" else None
         made = compiled(model, tokens=tokens, max_kv=max_kv, blocks=blocks, sequences=sequences, kv_page=kv_page, configure=configure)
         return replace(made, manifest={**made.manifest, "model": model})
 
@@ -89,13 +102,15 @@ def test_the_command_writes_what_it_measured(command: Callable[..., tuple[int, s
         assert several["failure"] is None and several["steps"] == 3 and several["ms"] > 0 < several["ms_in_launches_of_one"]
         apart = row["one_op_a_launch"]
         assert apart["failure"] is None and apart["name"].startswith("one op a launch (14)") and apart["ms"] > 0
+        apart = row["one_layer_a_launch"]
+        assert apart["failure"] is None and apart["name"].startswith("one layer a launch (3)") and row["one_step_a_launch"] is None
         (baseline,) = row["baselines"]
         assert baseline.keys() == BASELINE_KEYS and baseline["failure"] is None and row["best_baseline"] == baseline["name"]
         assert row["best_baseline_over_ours"] == pytest.approx(baseline["ms"] / row["ms"])
         graph = compiled("llama-tiny", tokens=row["tokens"], blocks=2).graph
         assert row["floor_ms"] == pytest.approx(1e3 * total_cost(graph, row["tokens"], row["kv"]).hbm_bytes / machine("sm_90a").bandwidth)
         assert row["of_floor"] == pytest.approx(row["ms"] / row["floor_ms"])
-    assert WALL in printed and printed.count("gate passed") == 2 and printed.count("3 steps a launch") == 2 and printed.count("x ours") == 4
+    assert WALL in printed and printed.count("gate passed") == 2 and printed.count("3 steps a launch") == 2 and printed.count("x ours") == 6
 
 
 def test_a_batch(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

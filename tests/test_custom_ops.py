@@ -116,12 +116,13 @@ def test_under_a_schedule(name: str) -> None:
     check(found, SIZES[found.manifest["tokens"]], seeds=(1,))
 
 
-def test_one_op_a_launch() -> None:
-    """The same bits, a launch for each custom op."""
-    whole, parts = kernels()["experts", 3, 3], made("experts", 3, 3, launched_alone)
+@pytest.mark.parametrize(("how", "entry"), [(launched_alone, "blend"), (lambda s: s.launch("layer", start="blend"), "last")])
+def test_other_launches(how: Callable[[ScheduleBlock], None], entry: str) -> None:
+    """The same bits: a launch for each custom op, and launches of layers that begin with one."""
+    whole, parts = kernels()["experts", 3, 3], made("experts", 3, 3, how)
     some = steps(whole, SIZES[3])
     assert all(a.same(b) for a, b in zip(Bench(whole).play(some), Bench(parts).play(some), strict=True))
-    assert "megakernel_blend" in parts.manifest["entries"]
+    assert f"megakernel_{entry}" in parts.manifest["entries"]
 
 
 @pytest.mark.parametrize("name", ["rotated", "experts"])

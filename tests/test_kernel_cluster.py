@@ -168,7 +168,7 @@ def _with(**other: int | str) -> Configure:
         if "sync" in other:
             s["attention"].sync(mk.Tagged())
         if "launch" in other:
-            s.launch("op")
+            s.launch(str(other["launch"]))
         if "offset" in other:
             s["attention"].split(share_offset=int(other["offset"]))
         s["attention"].merge("cluster")  # here
@@ -198,7 +198,8 @@ def test_what_cannot_be_added_within_a_cluster(how: Configure, blocks: int, toke
     assert found.span.line == how.__code__.co_firstlineno + 8
 
 
-def test_a_step_of_many_launches_has_no_clusters() -> None:
+@pytest.mark.parametrize("scope", ["op", "layer"])
+def test_a_step_of_many_launches_has_no_clusters(scope: str) -> None:
     with pytest.raises(MegadslError) as raised:
-        compiled("llama-tiny", blocks=4, configure=_with(launch="op"))
+        compiled("llama-tiny", blocks=4, configure=_with(launch=scope))
     assert {d.code for d in raised.value.diagnostics} >= {"MK248"}

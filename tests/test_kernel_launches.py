@@ -45,7 +45,8 @@ def apart() -> Plan:
     ("call", "op", "code", "words"),
     [
         ("join_launch", "qkv_proj", "MK560", "'qkv_proj' touches exchange.x before its launch has waited"),
-        ("join_launch", "attention", "MK560", "'attention' touches kv.kv before"),
+        ("join_launch", "attention", "MK560", "'attention' touches exchange.qkv_proj before"),
+        ("await_step", "attention", "MK560", "'attention' touches kv.kv before"),
         ("join_launch", "embed_tokens", "MK560", "'embed_tokens' touches control.token_ids before"),
         ("gather_kept", "o_proj", "MK512", "'o_proj' reads 'kept' in shared memory, which holds nothing yet"),
         ("load_vector", "qkv_proj", "MK520", "where the loader fills qkv_proj"),
@@ -75,8 +76,8 @@ def test_launches_without_room_beside_each_other() -> None:
 def test_a_scope_that_is_none() -> None:
     made = mk.kernel(load("llama-tiny")[0].function)
     with pytest.raises(MegadslError) as caught, mk.schedule(made) as s:
-        s.launch("layer")
-    assert caught.value.code == "MK151" and "'layer' is not known" in str(caught.value) and "step" in str(caught.value)
+        s.launch("layers")
+    assert caught.value.code == "MK151" and "'layers' is not known" in str(caught.value) and "step" in str(caught.value)
 
 
 def test_a_machine_without_dependent_launches() -> None:

@@ -85,6 +85,7 @@ ROTATED: list[tuple[int, int, dict[str, Any], Configure | None]] = [
     (4, 3, rotated([WINDOW, None, WINDOW], [1e4, 1e6, 1e4]), sentinels),
     (16, 5, rotated([None, WINDOW], 1e4, [YARN, None]), None),
     (2, 3, rotated([WINDOW, None], [1e4, 1e6]), lambda s: s.launch("op")),
+    (2, 3, rotated([WINDOW, None, WINDOW], [1e4, 1e6, 1e4]), lambda s: s.launch("layer")),
 ]
 
 

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], Configure | None]] = {
     "16 tokens": (16, 5, fields(), by(mk.Sentinel())),
     "no whole groups": (3, 2, fields(hidden=100), None),
     "an op a launch": (2, 3, fields(), lambda s: s.launch("op")),
+    "a layer a launch": (2, 3, fields(), lambda s: s.launch("layer")),
 }
 
 

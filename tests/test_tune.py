@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def test_every_knob_is_turned_or_its_reason_stands() -> None:
     assert turned | set(FIXED) == {(knob.of, knob.name) for knob in KNOBS} and not turned & set(FIXED)
     tried = list(moves(scene()))
     assert len({str(move) for move in tried}) == len(tried) > 100
+    tried += moves(replace(scene(), schedule=replace(scene().schedule, scope="layer", start="attention")))
     assert {d.field for move in tried for d in move.decisions} >= {t.knob.field for t in TURNS}
 
 

@@ -22,7 +22,7 @@ def needed_features(plan: Plan) -> list[str]:
         "bulk_copy": plan.tunables.copies == "bulk",
         "async_copy": plan.tunables.copies == "lanes",
         "setmaxnreg": plan.tunables.consumer_registers > 0,
-        "dependent_launch": plan.schedule.scope == "op",
+        "dependent_launch": plan.schedule.scope != "step",
         "cluster": plan.schedule.cluster > 1,
         "st_async": plan.schedule.cluster > 1,
         "l2_bulk_prefetch": any(op.prefetch.l2_bytes for op in plan.schedule.ops),

@@ -277,7 +277,8 @@ class Player:
 
     def _join_launch(self, step: Step) -> None:
         self.clocks.join(step)
-        self.clocks.read_control("kv_len and epoch", self.clocks.everybody, step)
+        for what in ("kv_len and epoch", "positions"):
+            self.clocks.read_control(what, self.clocks.everybody, step)
 
     def _embed(self, step: Step) -> None:
         if step.turn == 0:

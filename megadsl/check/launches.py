@@ -8,7 +8,7 @@ earlier launches did is over; the exchanges' proofs know it as a meeting of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megadsl.check.memory import check_memory
@@ -16,8 +16,8 @@ from megadsl.check.model import Device
 from megadsl.check.report import Findings, shown
 from megadsl.check.ring import check_rings
 from megadsl.diagnostics import declare
-from megadsl.ir.plan import Instr, Phase, Plan
-from megadsl.lower.launches import Launch, launches
+from megadsl.ir.plan import Instr, Item, Phase, Plan
+from megadsl.lower.launches import AWAIT, JOIN, Launch, items, launches
 from megadsl.lower.programs import instructions
 
 BEFORE = declare(
@@ -32,8 +32,8 @@ def check_launches(device: Device, findings: Findings) -> list[str]:
     """Each launch alone: its accesses before the join, what it finds in its block, its rings."""
     found = launches(device.plan)
     for launch in found:
-        for role, body in (*((role, phase.body) for role, phase in launch.loads), ("consumer", launch.phase.body)):
-            _early(role, body, findings)
+        for role, parts in (*launch.loads, ("consumer", launch.parts)):
+            _early(role, [instr for part in parts for instr in part.phase.body], findings)
         own = Device(alone(device.plan, launch))
         check_memory(own, findings)
         check_rings(own, findings)
@@ -44,10 +44,10 @@ def check_launches(device: Device, findings: Findings) -> list[str]:
 
 
 def alone(plan: Plan, launch: Launch) -> Plan:
-    """A plan whose step is this launch, of one layer."""
-    bodies: dict[str, tuple[Phase, ...]] = {p.role: () for p in plan.programs}
-    bodies.update({role: (phase,) for role, phase in launch.loads})
-    bodies[next(p.role for p in plan.programs if p.kind == "consumer")] = (launch.phase,)
+    """A plan whose step is this launch."""
+    bodies: dict[str, tuple[Item, ...]] = {p.role: () for p in plan.programs}
+    bodies.update({role: items(parts) for role, parts in launch.loads})
+    bodies[next(p.role for p in plan.programs if p.kind == "consumer")] = items(launch.parts)
     return replace(plan, programs=tuple(replace(p, body=bodies[p.role]) for p in plan.programs))
 
 
@@ -55,10 +55,10 @@ def _all(body: Iterable[Instr]) -> list[Instr]:
     return list(instructions([Phase("", "", instr.span, (instr,)) for instr in body]))
 
 
-def _early(role: str, body: tuple[Instr, ...], findings: Findings) -> None:
+def _early(role: str, body: Sequence[Instr], findings: Findings) -> None:
     joined = False
     for instr in body:
-        joined = joined or instr.call == "join_launch"
+        joined = joined or instr.call in (JOIN, AWAIT)
         for each in _all((instr,)):
             for region in () if joined else (*each.reads, *each.writes):
                 if region.space not in _CONSTANT | _LOCAL or (region.space in _CONSTANT and region in each.writes):

@@ -18,7 +18,7 @@ from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Area
 from megadsl.lower.memory import ABORT_BYTES, SEQUENCES_BYTES
-from megadsl.lower.steps import PROGRESS_BYTES
+from megadsl.lower.steps import progress_bytes
 from megadsl.source import Span
 
 RACE = declare(
@@ -191,7 +191,7 @@ def _reserved(device: Device, findings: Findings) -> None:
         ("abort", ABORT_BYTES),
         ("gates", 4 * len(device.plan.graph.ops)),
         ("meeting", 4),
-        ("progress", device.several * PROGRESS_BYTES),
+        ("progress", progress_bytes(device.plan.graph, device.plan.schedule)),
         *([("sequences", SEQUENCES_BYTES)] if device.sequences > 1 else []),
     ):
         if areas[name].bytes < need:

@@ -6,7 +6,7 @@ attention_unit() and Device.owners() are twins of functions in templates/include
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any
 
 from megadsl.check.batch import skipped_chunks
 from megadsl.ir.graph import Attention, Custom, Linear
-from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
+from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Plan, Program
 from megadsl.lower.columns import parts_of, share_begin, share_owner
 from megadsl.lower.shape import ALL_ROWS, CHUNK_ROWS, WINDOWS, ident, input_name, layer_room, windowed
 from megadsl.lower.steps import feeds_itself
@@ -226,10 +226,17 @@ class Device:
         for turn in range(turns):
             for item in program.body:
                 looped = isinstance(item, LayerLoop)
-                for layer in range(layers if isinstance(item, LayerLoop) else 1):
+                for layer in _layers(item, layers):
                     names = {"epoch": epoch + turn, "layers": layers, "layer": layer}
                     for phase in item.body if isinstance(item, LayerLoop) else (item,):
                         yield from (Step(i, layer if looped else None, names, turn) for i in phase.body)
+
+
+def _layers(item: Item, layers: int) -> Iterable[int]:
+    """Layers that an item of a program runs for."""
+    if not isinstance(item, LayerLoop):
+        return (0,)
+    return range(layers) if item.trips == "layers" else (item.begin,)
 
 
 def attention_unit(splits: int, unit: int, kv_len: int, window: int = 0) -> tuple[int, int, int, bool]:

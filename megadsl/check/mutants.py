@@ -16,18 +16,22 @@ from megadsl.check.accesses import Access, Meet
 from megadsl.check.areas import FINISHER, Stream
 from megadsl.check.checker import check_plan
 from megadsl.check.edits import Edit, edited, with_area, with_exchange, with_words
+from megadsl.check.launches import alone
 from megadsl.check.memory import LAYERS, TURNS, block_kinds
 from megadsl.check.model import Device
+from megadsl.check.ring_sizes import tape_entries
 from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
 from megadsl.ir.schedule import MERGE_CLUSTER
 from megadsl.lower.exchanges import ASYNC
+from megadsl.lower.launches import AWAIT, JOIN, launches
+from megadsl.lower.memory import BARRIER_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.shape import PAGES, ident
 from megadsl.machine import Machine
 from megadsl.types import Level
 
 # Instructions that order something. Arithmetic is not the checker's subject.
 _SIGNALS = ("publish", "keep", "load_matrix", "load_vector", "load_cache", "open_gate", "release_vector", "release_rows", "acquire_rows")
-_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync", "await_rows")
+_WAITS = ("gather", "gather_kept", "wait_vector", "copy_vector", "hold_vector", "hold_tiles", "sync", "await_rows", JOIN, AWAIT)
 _ROUNDS = ("round", "qkv_round", "parts_round")
 _WIRES = ("wire", "qkv_wire", "parts_wire")
 _OTHER_WIRE = {"Tagged": "Flag", "Sentinel": "Tagged", "Flag": "Sentinel"}
@@ -159,6 +163,20 @@ def _met_behind_queries(plan: Plan, _: PlanMutant) -> bool:
     return all(i.syncs for i in found)
 
 
+def _few_stages(plan: Plan, mutant: PlanMutant) -> bool:
+    area = mutant.where.removeprefix("area ")
+    stages = plan.schedule.ring(area.removeprefix("barriers.")).stages
+    return next(a.bytes for a in mutant.plan.areas if a.name == area) >= 2 * BARRIER_BYTES * stages
+
+
+def _few_entries(plan: Plan, mutant: PlanMutant) -> bool:
+    area = mutant.where.removeprefix("area ")
+    room = next(a.bytes for a in mutant.plan.areas if a.name == area)
+    devices = [Device(alone(plan, launch)) for launch in launches(plan)]
+    written = [tape_entries(device, device.plan.program(area.removeprefix("tape."))) for device in devices]
+    return bool(written) and room >= TAPE_ENTRY_BYTES * max(written)
+
+
 EQUIVALENT = (
     Equivalent(
         "a round late (round)",
@@ -206,6 +224,18 @@ EQUIVALENT = (
     ),
     Equivalent(
         "half the bytes",
+        "area barriers.",
+        "the area is for as many stages as a whole SM's shared memory has room for: where two blocks share it, half of them is enough",
+        _few_stages,
+    ),
+    Equivalent(
+        "half the bytes",
+        "area tape.",
+        "the area is for the entries of a whole step: a launch of one op writes its own alone, and half of the area is enough for those",
+        _few_entries,
+    ),
+    Equivalent(
+        "half the bytes",
         "area partials",
         "no block owns more row groups than are reduced together, so that the second half is never used",
         _one_pass,
@@ -238,6 +268,7 @@ def plan_mutants(plan: Plan) -> Iterator[PlanMutant]:
     yield from _spoilt_areas(plan)
     yield from _spoilt_rings(plan)
     yield from _spoilt_clusters(plan)
+    yield from _spoilt_launches(plan)
 
 
 def _instructions(program: Program) -> Iterator[Instr]:
@@ -280,6 +311,8 @@ def _other_arguments(plan: Plan, instr: Instr) -> Iterator[tuple[str, Instr]]:
             other = _OTHER_WIRE[str(instr.args[argument])]
             yield f"{argument} {other} instead of {instr.args[argument]}", given(**{argument: other})
     e = next((e for e in plan.exchanges if e.name == instr.args.get("value")), None)
+    if instr.args.get("tells"):
+        yield "loaders are not told", given(tells=False)
     if instr.args.get("whole") is True and e is not None and e.groups < e.owners:
         yield "idle blocks left out", given(whole=False)
 
@@ -382,3 +415,11 @@ def _spoilt_clusters(plan: Plan) -> Iterator[PlanMutant]:
         ops = tuple(replace(o, splits=other) if o.merge == MERGE_CLUSTER else o for o in plan.schedule.ops)
         made = replace(plan, schedule=replace(plan.schedule, ops=ops))
         yield PlanMutant(f"clusters of {other} blocks instead of {size}", "launch", made)
+
+
+def _spoilt_launches(plan: Plan) -> Iterator[PlanMutant]:
+    """Launches of a layer that begin at another op than the one that waits for the launch before."""
+    inside = [op.name for op in plan.graph.ops if op.loop is not None and op.name != plan.schedule.start]
+    for start in inside if plan.schedule.scope == "layer" else ():
+        made = replace(plan, schedule=replace(plan.schedule, start=start))
+        yield PlanMutant(f"from {start} on instead of {plan.schedule.start}", "launch", made)

@@ -49,7 +49,7 @@ LEFT = declare(
     "ring {ring!r} still holds {left} stages when its consumers have ended",
     "take every stage that is loaded, also in blocks without rows and with an empty cache",
 )
-ROWS = "cached rows"  # the gate that all loads of them share
+ROWS, JOINED = "cached rows", "the step"  # gates: of all loads of them; behind which a launch's loaders know how many there are
 LAYERS = 3
 TURNS = 2  # steps of a launch
 TILES_AT_ONCE = 2
@@ -177,6 +177,8 @@ class Block:
                     yield _gate(step, layers)
                 case "await_rows":
                     yield Gate(ROWS, step.turn, step)
+                case "await_step":
+                    yield Gate(JOINED, 1, step)
                 case "load_vector":
                     yield Fill((str(step.instr.args["record"]), layer), 1, step)
                 case "load_matrix":
@@ -189,10 +191,8 @@ class Block:
         for step in self.device.steps(self.device.consumer, layers, turns=self.turns):
             op, layer = step.instr.op, step.when
             match step.instr.call:
-                case "open_gate":
-                    yield _gate(step, layers)
-                case "acquire_rows":
-                    yield Gate(ROWS, step.turn, step)
+                case "open_gate" | "acquire_rows" | "join_launch":
+                    yield from _opened(step, layers)
                 case "matrix":
                     yield from self._products(step)
                 case "copy_vector" | "hold_vector" as call:
@@ -231,6 +231,17 @@ class Block:
 def _gate(step: Step, layers: int) -> Gate:
     """An op's gate, which counts through all steps."""
     return Gate(step.instr.op, step.turn * (layers + 1) + (step.layer or 0) + 1, step)
+
+
+def _opened(step: Step, layers: int) -> Iterator[Gate]:
+    """What the consumers let a loader pass."""
+    match step.instr.call:
+        case "open_gate":
+            yield _gate(step, layers)
+        case "acquire_rows":
+            yield Gate(ROWS, step.turn, step)
+        case "join_launch" if step.instr.args["tells"]:
+            yield Gate(JOINED, 1, step)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from megadsl.check.model import Device, Step
 from megadsl.check.report import Findings, shown
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
+from megadsl.lower.launches import AWAIT
 from megadsl.lower.memory import TAPE_ENTRY_BYTES
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.types import ceil_div
@@ -31,7 +32,7 @@ def check_sizes(device: Device, findings: Findings) -> None:
     for program in (p for p in plan.programs if p.kind == "loader"):
         ring, role = plan.schedule.ring(program.role), program.role
         needs = [(f"ring.{role}", ring.stages * ring.stage_bytes), (f"barriers.{role}", 2 * 8 * ring.stages)]
-        needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * _tape_entries(device, program)))
+        needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * tape_entries(device, program)))
         for what, need in needs:
             if areas[what].bytes < need:
                 findings.add(
@@ -61,7 +62,7 @@ def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:
     return 0
 
 
-def _tape_entries(device: Device, program: Program) -> int:
+def tape_entries(device: Device, program: Program) -> int:
     """Most entries that any kind of block writes; mk::Tape::matrix adds one for a part of the columns, or for a pass and chunk of it."""
     most = 0
     for block in block_kinds(device):
@@ -74,7 +75,7 @@ def _tape_entries(device: Device, program: Program) -> int:
 
 def _entries(device: Device, block: int, step: Step) -> int:
     if step.instr.call != "load_matrix":
-        return int(step.instr.call != "join_launch")
+        return int(step.instr.call != AWAIT)
     m = device.matrix(step.instr.op)
     own = [last - first for _, first, last in device.parts(step.instr.op)[block]]
     return sum(min(n, 1) if m.chunks == 1 else ceil_div(n, m.pass_groups) * m.chunks for n in own)

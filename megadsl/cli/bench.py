@@ -26,6 +26,7 @@ from megadsl.cli.options import (
     resolve,
 )
 from megadsl.diagnostics import MegadslError
+from megadsl.ir.schedule import SCOPES
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.runtime.bench_kinds import Baseline
 
@@ -44,7 +45,7 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Also time launches of N steps beside N launches.")] = 1,
     baseline: Annotated[
         Baseline,
-        typer.Option("--baseline", help="Our own kernels, one op a launch; torch's in a CUDA graph as well; torch.compile as well."),
+        typer.Option("--baseline", help="Our kernels under other launch scopes; torch's in a CUDA graph as well; torch.compile as well."),
     ] = Baseline.COMPILE,
     baseline_budget: Annotated[
         float, typer.Option("--baseline-budget", min=0, metavar="S", help="Seconds for torch.compile, for each pair of tokens and rows.")
@@ -78,8 +79,8 @@ def command(
     shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "formats": formats, **size}
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
-        apart = _apart(model, {**shared, "tokens": count}) if beside and baseline is not Baseline.NONE else None
-        return Subject(compile_model(model, **shared, tokens=count), chosen.value, options, apart, steps if beside else 1)
+        made = compile_model(model, **shared, tokens=count)
+        return Subject(made, chosen.value, options, _others(model, shared, made, baseline) if beside else {}, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU
         about = describe(subject := subject_of(count, beside=True))
@@ -99,12 +100,18 @@ def command(
     raise typer.Exit(int(not all(row.passed for row in rows)))
 
 
-def _apart(model: str, options: Mapping[str, Any]) -> Compiled | str:
-    """The model with one op a launch, or why its schedule does not allow that."""
+def _others(model: str, options: Mapping[str, Any], made: Compiled, baseline: Baseline) -> dict[str, Compiled | str]:
+    """The model under every launch scope but that of the kernel ``made``, where they are to be measured."""
+    scopes = [scope for scope in SCOPES if scope != made.schedule.scope and baseline is not Baseline.NONE]
+    return {scope: _apart(model, {**options, "tokens": made.manifest["tokens"]}, scope) for scope in scopes}
+
+
+def _apart(model: str, options: Mapping[str, Any], scope: str) -> Compiled | str:
+    """The model under another launch scope, or why its schedule does not allow that."""
     from megadsl.driver import compile_model
 
     try:
-        return compile_model(model, **options, scope="op")
+        return compile_model(model, **options, scope=scope)
     except MegadslError as why:
         return f"it does not compile: {why.diagnostics[0].message}"
 

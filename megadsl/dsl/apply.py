@@ -23,10 +23,13 @@ from megadsl.dsl.overrides import (
     SetScale,
     SetScope,
     SetSplit,
+    SetStart,
     SetSync,
+    SetTrigger,
+    of_the_kernel,
 )
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, kept_values
-from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
+from megadsl.ir.schedule import BEGIN, END, EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
 from megadsl.ir.verify_graph import reads
 from megadsl.source import Span
 
@@ -69,7 +72,10 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetFinish, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (
+    SetRole, SetRing, SetCount, SetScope, SetStart, SetTrigger, SetRegisters, SetFinish, SetLoader, SetPrefetch, SetSplit, SetScale,
+    SetSync,
+)  # fmt: skip
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -97,12 +103,10 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return _warps(schedule, record, overrides, found)
         case SetCount():  # blocks, batch, max_kv
             return replace(schedule, **{record.field: record.value})  # type: ignore[arg-type]
-        case SetScope():
-            return replace(schedule, scope=record.scope, resident=2 if record.scope == "op" else 1)
-        case SetRegisters():
-            return replace(schedule, registers=record.registers)
-        case SetFinish():
-            return replace(schedule, finish=record.finish)
+        case SetScope() | SetRegisters() | SetFinish():
+            return replace(schedule, **of_the_kernel(record))  # type: ignore[arg-type]  # words
+        case SetStart() | SetTrigger():
+            return _launch(schedule, graph, record, found)
         case SetSync():
             return _sync(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
@@ -119,6 +123,17 @@ def _known(code: str, name: object, known: Iterable[str], span: Span, found: Col
     if name not in names:
         found.add(code, span, name=name, hint=_hint(name, names), known=", ".join(names))
     return name in names
+
+
+def _launch(schedule: Schedule, graph: Graph, record: SetStart | SetTrigger, found: Collector) -> Schedule:
+    if isinstance(record, SetStart):
+        return replace(schedule, start=record.start) if _is_op(record.start, graph, record.span, found) else schedule
+    known = record.trigger in (BEGIN, END) or _is_op(record.trigger, graph, record.span, found)
+    return replace(schedule, trigger=record.trigger) if known else schedule
+
+
+def _is_op(name: str, graph: Graph, span: Span, found: Collector) -> bool:
+    return _known(OP_UNKNOWN, name, [o.name for o in graph.ops], span, found)
 
 
 def _role(schedule: Schedule, record: SetRole, overrides: Overrides, found: Collector) -> Schedule:
@@ -224,7 +239,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
         case SetPrefetch():
             changes = dict(record.changes)
             ahead_of = changes.get("ahead_of")
-            if ahead_of is not None and not _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found):
+            if ahead_of is not None and not _is_op(str(ahead_of), graph, record.span, found):
                 return old
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
         case SetScale():

@@ -25,11 +25,13 @@ from megadsl.dsl.overrides import (
     SetScale,
     SetScope,
     SetSplit,
+    SetStart,
     SetSync,
+    SetTrigger,
     recorded,
 )
-from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES, SCOPES
-from megadsl.ir.schedule import MERGES
+from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES
+from megadsl.ir.schedule import MERGES, SCOPES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -57,11 +59,14 @@ class Knob:
 
 
 _SMEM = Words((("ring", True), ("none", False)))
+_TRIGGERS = Name("an op of the layers; begin; end")
 _ROUNDS, _KEEPS = False, True  # bits
 _DATA, _CODE = False, True
 
 KNOBS: tuple[Knob, ...] = (
-    Knob("launch", KERNEL, "s.launch(...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
+    Knob("launch", KERNEL, "s.launch(scope=...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
+    Knob("launch_start", KERNEL, "s.launch(..., start=...)", SetStart, "start", Name("an op of the layers"), _KEEPS, _CODE),
+    Knob("launch_trigger", KERNEL, "s.launch(..., trigger=...)", SetTrigger, "trigger", _TRIGGERS, _KEEPS, _CODE),
     Knob("block_registers", KERNEL, "s.registers(...)", SetRegisters, "block_registers", words(*BLOCK_REGISTERS), _KEEPS, _CODE),
     Knob("finish", KERNEL, "s.finish(...)", SetFinish, "finish", words(*FINISHES), _KEEPS, _CODE),
     Knob(

@@ -34,6 +34,22 @@ class SetScope:
 
 
 @dataclass(frozen=True)
+class SetStart:
+    """The op at which launches of a layer begin."""
+
+    start: str
+    span: Span = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True)
+class SetTrigger:
+    """From where on the launch behind a launch of a layer may begin."""
+
+    trigger: str
+    span: Span = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True)
 class SetRegisters:
     """Which registers the threads of a block have."""
 
@@ -114,11 +130,14 @@ class SetSync:
 
 
 Override: TypeAlias = (
-    SetCount | SetScope | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+    SetCount | SetScope | SetStart | SetTrigger | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit
+    | SetScale | SetSync
 )  # fmt: skip
 # Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
 _OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
     SetScope: ("scope", "scope"),
+    SetStart: ("start", "start"),
+    SetTrigger: ("trigger", "trigger"),
     SetRegisters: ("block_registers", "registers"),
     SetFinish: ("finish", "finish"),
 }
@@ -156,13 +175,25 @@ class Overrides:
         return default
 
 
-_OF_A_STEP = {"publish", "merge", "finish"}  # what a launch of one op cannot follow, and results do not depend on
+# What launches of less than a step cannot follow, and results do not depend on; a layer's have half the shared memory for their rings.
+_NOT_IN = {
+    "step": {"start", "trigger"},
+    "op": {"start", "trigger", "publish", "merge", "finish"},
+    "layer": {"publish", "merge", "finish", "stages"},
+}
 
 
 def in_scope(overrides: Overrides, scope: str, span: Span) -> Overrides:
     """The decisions under another launch ``scope``, less those that such a launch cannot follow."""
-    kept = (d for d in overrides.decisions() if scope == "step" or d.field not in _OF_A_STEP)
+    same = scope in [d.value for d in overrides.decisions() if d.record is SetScope][-1:]
+    kept = (d for d in overrides.decisions() if same or d.field not in _NOT_IN[scope])
     return Overrides(overrides.arch, (*map(recorded, kept), SetScope(scope, span)))
+
+
+def of_the_kernel(record: SetScope | SetRegisters | SetFinish) -> dict[str, str]:
+    """The field of the Schedule that a record of one word decides, and the word."""
+    attribute = _OF_THE_KERNEL[type(record)][1]
+    return {attribute: getattr(record, attribute)}
 
 
 def decided(record: Override) -> Iterator[Decision]:
@@ -170,7 +201,7 @@ def decided(record: Override) -> Iterator[Decision]:
     match record:
         case SetCount():
             yield Decision(SetCount, (), record.field, record.value, record.span)
-        case SetScope() | SetRegisters() | SetFinish():
+        case SetScope() | SetStart() | SetTrigger() | SetRegisters() | SetFinish():
             name, attribute = _OF_THE_KERNEL[type(record)]
             yield Decision(type(record), (), name, getattr(record, attribute), record.span)
         case SetRole():

@@ -23,9 +23,11 @@ from megadsl.dsl.overrides import (
     SetScale,
     SetScope,
     SetSplit,
+    SetStart,
     SetSync,
+    SetTrigger,
 )
-from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import MERGES, REGISTERS, SCOPES, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
@@ -41,7 +43,6 @@ SCALES = ("before", "after")
 GATHERS = (SHARED, REGISTERS)
 RESIDUALS = ("block", "exchange")
 PUBLISHES = (STAGED, REGISTERS)
-SCOPES = ("step", "op")
 BLOCK_REGISTERS = ("launched", "moved")
 FINISHES = ("block", "warp")
 
@@ -106,12 +107,19 @@ class ScheduleBlock:
         """Rows that each KV cache holds. Bit-identical."""
         self._count("max_kv", n, caller_span())
 
-    def launch(self, scope: str) -> None:
-        """What one launch runs: "step", the megakernel; "op": one op of one layer, each a dependent of the launch before
-        (programmatic dependent launch), whose rings fill while that one still works. Bit-identical."""
+    def launch(self, scope: str, *, start: str | _Keep = _KEEP, trigger: str | _Keep = _KEEP) -> None:
+        """What one launch runs: "step", the megakernel; "layer": the ops of one layer, from the op ``start`` (default: the attention)
+        to the one before it in the next layer; "op": one op of one layer. Of the last two each is a dependent of the launch before
+        (programmatic dependent launch), whose rings fill while that one still works. ``trigger``, of "layer": from where on the launch
+        behind may begin: "begin" (default), an op of the layers, or "end", when blocks leave: they then have all shared memory.
+        Bit-identical."""
         span = caller_span()
         self.choice("launch scope", scope, SCOPES, span)
         self.record(SetScope(scope, span))
+        if not isinstance(start, _Keep):
+            self.record(SetStart(start, span))
+        if not isinstance(trigger, _Keep):
+            self.record(SetTrigger(trigger, span))
 
     def registers(self, which: str) -> None:
         """Registers of a block's threads: "launched", each has as many; "moved": the loaders leave what they do not need to the

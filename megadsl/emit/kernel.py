@@ -155,7 +155,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "poll_type": _poll_type,
         "hints": lambda program: _hints(program.body),
         "launches": launches(plan),
-        "phase_hints": lambda phase: _hints((phase,)),
+        "part_hints": lambda parts: _hints(tuple(part.phase for part in parts)),
         "op_index": [op.name for op in plan.graph.ops].index,
         "kept_values": kept_values,
         "is_local": lambda op, ref: is_local(op, ref, plan.graph, plan.schedule),

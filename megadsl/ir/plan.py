@@ -91,10 +91,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """Runs its phases ``trips`` times; stays a loop in the emitted code."""
+    """Runs its phases ``trips`` times; stays a loop in the emitted code. Of a launch of less than a step, "1": its phases are those of
+    layer ``begin`` behind the one that the launch is for."""
 
     trips: str
     body: tuple[Phase, ...]
+    begin: int = 0
 
 
 Item: TypeAlias = Phase | LayerLoop

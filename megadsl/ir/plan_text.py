@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
-from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS
+from megadsl.ir.schedule import BEGIN, END, MERGE_CLUSTER, REGISTERS
 
 
 def print_plan(plan: Plan) -> str:
@@ -51,6 +51,9 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"registers move: {plan.tunables.consumer_registers} of a consumer's thread, {plan.tunables.loader_registers} of a loader's"
     if s.scope == "op":
         yield f"one op of one layer a launch, blocks to an SM: {s.resident}"
+    if s.scope == "layer":
+        behind = {BEGIN: "with it", END: "behind its last block"}.get(s.trigger, f"when all its blocks have begun {s.trigger}")
+        yield f"one layer a launch, from {s.start} on, blocks to an SM: {s.resident}; the next launch may begin {behind}"
     if plan.tunables.copies == "lanes":
         yield "stages are copied by all lanes of a loader's warp, 16 bytes each"
     for role, ring in s.rings:

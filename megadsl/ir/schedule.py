@@ -81,6 +81,9 @@ class Role:
     warps: int
 
 
+SCOPES = ("step", "layer", "op")
+BEGIN, END = "begin", "end"  # of a launch: from where on the one behind may begin
+
 MERGES = MERGE_EXCHANGE, MERGE_CLUSTER = ("exchange", "cluster")
 
 
@@ -136,7 +139,9 @@ class Schedule:
     edges: tuple[EdgeSchedule, ...]
     batch: int  # row groups reduced together
     max_kv: int  # rows each KV cache holds
-    scope: str = "step"  # what one launch runs: "step", or "op": a phase of one op, launched as a dependent of the one before
+    scope: str = "step"  # what one launch runs: "step"; or as a dependent of the one before, a "layer", or a phase of one "op"
+    start: str = ""  # scope "layer": the op at which a launch begins; "": to be decided
+    trigger: str = BEGIN  # scope "layer": from where on the launch behind may begin: BEGIN, END, or an op
     registers: str = ""  # "launched": each thread of a block has as many; "moved": loaders leave theirs to consumers; "": to be decided
     finish: str = ""  # who adds partial sums and publishes: the "block", or a "warp" that does nothing else; "": to be decided
     sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs

@@ -13,6 +13,7 @@ from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import OpSchedule, Schedule, Sentinel
 from megadsl.lower.exchanges import merges_in_cluster
 from megadsl.lower.heads import in_halves
+from megadsl.lower.scope import LAUNCHES
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.machine import Machine
 
@@ -43,7 +44,7 @@ def _why_machine(how: OpSchedule, schedule: Schedule, machine: Machine) -> tuple
     if missing := [name for name in FEATURES if name not in machine.features]:
         return f"{machine.arch} has no {missing[0]}", elsewhere
     if schedule.scope != "step":
-        return "a launch is an op, and its value must reach the next launch", elsewhere
+        return f"a launch is {LAUNCHES[schedule.scope]}, and its blocks begin one by one", elsewhere
     if schedule.sequences > 1:
         return "a split of a batch has chunks of several sequences", elsewhere
     if how.splits not in SIZES:

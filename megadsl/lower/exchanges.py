@@ -8,6 +8,7 @@ from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, ValueR
 from megadsl.ir.plan import Exchange
 from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS, Schedule, Sync, Tagged
 from megadsl.lower.columns import largest_share, part_shares
+from megadsl.lower.scope import crosses_launches
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import Level, ceil_div, round_up
@@ -73,10 +74,11 @@ def merge_lanes(op: Attention, tokens: int, schedule: Schedule) -> tuple[int, in
 
 def is_local(op: Linear | RowMap, ref: ValueRef, graph: Graph, schedule: Schedule) -> bool:
     """Whether a block computes exactly those rows of ``ref`` itself that it combines with its rows of ``op``."""
-    exchanged = schedule.scope == "op" or schedule.op(op.name).residual == "exchange"  # shared memory does not outlive a launch
-    if ref.begin or op.out is None or exchanged:
+    if ref.begin or op.out is None or schedule.op(op.name).residual == "exchange":
         return False
     value = graph.value(ref.value)
+    if crosses_launches(graph.op(value.producer), op, graph, schedule):  # shared memory does not outlive a launch
+        return False
     mine = sharing(op, op.out_features if isinstance(op, Linear) else op.features, schedule)
     return value.features == ref.features and mine == sharing(graph.op(value.producer), value.features, schedule)
 

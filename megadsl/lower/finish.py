@@ -21,7 +21,7 @@ _SHARED = ("matrix", "row_map", "attention", "custom", "argmax", "meet_finisher"
 
 def why_block(graph: Graph, schedule: Schedule) -> str:
     """Why one warp cannot finish; "" where it can."""
-    if schedule.scope != "step":
+    if schedule.scope == "op":
         return "a launch is an op, and ends with it"
     if schedule.sequences > 1:
         return "each sequence of a batch takes its next token by a warp of its own"

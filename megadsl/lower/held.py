@@ -103,7 +103,8 @@ def _default(graph: Graph, schedule: Schedule, machine: Machine, op: Op) -> int:
     if isinstance(op, Attention):
         if in_registers(op, schedule) or schedule.sequences > 1:  # which takes its chunks before it polls in any case
             return 0
-        return int(chunk_registers(op) <= CHUNK_REGISTERS and _frees_stages(op, graph.tokens, schedule))
+        crowded = schedule.scope == "layer" and chunk_registers(op) > _spare(schedule, machine, KERNEL_REGISTERS)  # two blocks an SM
+        return int(chunk_registers(op) <= CHUNK_REGISTERS and _frees_stages(op, graph.tokens, schedule) and not crowded)
     if not isinstance(op, Linear) or chunk_pieces(op, graph, schedule) != tiling(op).pieces:
         return 0
     if _before(graph, schedule, op) > machine.smem_per_block:

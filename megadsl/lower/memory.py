@@ -20,7 +20,7 @@ from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import input_area, prologue_values, row_bytes, scratch_area, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
-from megadsl.lower.steps import PROGRESS_BYTES, feeds_itself, passes_rows_on
+from megadsl.lower.steps import passes_rows_on, progress_bytes
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.machine import Machine
@@ -188,7 +188,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
     yield "abort", ABORT_BYTES
     yield "gates", 4 * len(graph.ops)
     yield "meeting", 4
-    yield "progress", PROGRESS_BYTES if feeds_itself(graph, schedule) else 0
+    yield "progress", progress_bytes(graph, schedule)
     if schedule.sequences > 1:
         yield "sequences", SEQUENCES_BYTES
     for role, ring in schedule.rings:

@@ -30,6 +30,7 @@ from megadsl.lower.pages import table_bytes, with_pool
 from megadsl.lower.programs import build_programs
 from megadsl.lower.publish import check_publications
 from megadsl.lower.schedule import balance, default_schedule, verify_schedule
+from megadsl.lower.scope import choose_launches, no_overlap
 from megadsl.lower.shape import arena_bytes, build_shape, rope_tables
 from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -110,7 +111,7 @@ def _schedule(state: Lowering) -> None:
     schedule = replace(schedule, page_rows=state.page_rows, pool_pages=state.pool_pages)
     asked = state.overrides or Overrides(schedule.arch, ())
     with collecting() as found:
-        schedule = apply(schedule, state.graph, asked, found)
+        schedule = choose_launches(state.graph, apply(schedule, state.graph, asked, found), asked, found)
         verify_schedule(state.graph, schedule, state.machine, asked, found)
     state.schedule = balance(state.graph, with_pool(schedule))
     state.graph = factor(state.graph, state.schedule)
@@ -142,9 +143,11 @@ def _pack(state: Lowering) -> None:
 def _memory(state: Lowering) -> None:
     try:
         state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
-    except MegadslError:
+    except MegadslError as full:
         if state.schedule.resident == 1:
             raise
+        if state.schedule.scope == "layer":
+            raise no_overlap(full, state.graph.span, state.overrides) from full
         state.schedule = replace(state.schedule, resident=1)  # launches of so many tokens do not find room beside each other
         state.memory = plan_memory(state.graph, state.schedule, state.machine, state.exchanges, state.overrides)
     state.schedule = replace(state.schedule, rings=state.memory.rings)

@@ -15,13 +15,14 @@ from megadsl.lower.finish import finishers
 from megadsl.lower.gathers import in_registers, is_direct
 from megadsl.lower.handoffs import end_meetings, gather, keep, publish
 from megadsl.lower.heads import in_halves, query_tiles
-from megadsl.lower.launches import join, joined
+from megadsl.lower.launches import joined, triggered
 from megadsl.lower.memory import copy_name, least_groups, own_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.publish import results_of, staged
 from megadsl.lower.row_maps import row_map
-from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
+from megadsl.lower.scope import begins_launch
+from megadsl.lower.steps import HANDED, ROWS, around_rows, feeds_itself, hands_step_on, passes_rows_on
 from megadsl.lower.tiling import tiling
 from megadsl.types import Level
 
@@ -75,7 +76,7 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
 def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
     """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
     order = builder.graph.ops
-    together = at.loop is not None and at.loop == op.loop and builder.schedule.scope == "step"  # else a launch knows one layer
+    together = at.loop is not None and at.loop == op.loop and builder.schedule.scope != "op"  # which knows one layer
     ahead = int(together and order.index(at) > order.index(op))
     if isinstance(op, Attention):
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
@@ -92,8 +93,9 @@ def _loads(builder: Builder, op: Op, role: str) -> Iterator[Instr]:
     site = builder.site(role, op.name, "ring.empty", "parity of the slot's round before", op.span)
     ring = Region("ring", role, Level.BLOCK)
     if isinstance(op, Attention):
-        if builder.schedule.scope == "op":
-            yield join(op.name, op.span)
+        if hands_step_on(builder.graph, builder.schedule):
+            turn = builder.site(role, op.name, "gate", "the step, which the consumers read when the launch before has ended", op.span)
+            yield Instr(Verb.WAIT, "await_step", op.name, op.span, turn, reads=(HANDED,))
         if passes_rows_on(builder.graph, builder.schedule):
             turn = builder.site(role, op.name, "gate", "the epoch whose cached rows may be copied", op.span)
             yield Instr(Verb.WAIT, "await_rows", op.name, op.span, turn, reads=(ROWS,))
@@ -117,7 +119,10 @@ def _consume_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
     for index, phase in enumerate(_own_phases(builder, op, role)):
         if index == 0 and (before or behind):
             phase = replace(phase, body=(*before, *phase.body, *behind))
-        yield joined(phase) if builder.schedule.scope == "op" else phase
+        if index == 0:
+            phase = triggered(phase, builder.schedule)
+        begins = builder.schedule.scope == "op" or (index == 0 and begins_launch(op, builder.graph, builder.schedule))
+        yield joined(phase, builder.graph, builder.schedule) if begins and builder.schedule.scope != "step" else phase
 
 
 def _own_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
@@ -162,10 +167,10 @@ def _embed(builder: Builder, op: Embed, role: str) -> Iterator[Instr]:
 def _follower(builder: Builder, op: Attention) -> Linear | None:
     """The linear that begins before the splits of ``op`` are added: no other stage of its ring comes between, and it copies no
     vectors, for which the block would have to meet first."""
-    if builder.schedule.scope == "op":
-        return None
     after = builder.position(op.name) + 1
     found = builder.graph.ops[after] if after < len(builder.graph.ops) else None
+    if found is None or begins_launch(found, builder.graph, builder.schedule):
+        return None
     return found if isinstance(found, Linear) and found.loop == op.loop and not vectors(found) else None
 
 

@@ -16,6 +16,7 @@ from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import takes_chunks
 from megadsl.lower.packing import natural_bytes
 from megadsl.lower.pages import check_pages
+from megadsl.lower.scope import LAUNCHES
 from megadsl.lower.threads import MIN_REGISTERS, MOVES, WARP_THREADS, why_stay
 from megadsl.lower.tiling import GROUP_ROWS, tile_bytes, tiling
 from megadsl.machine import MACHINES, Machine
@@ -287,8 +288,8 @@ def verify_schedule(graph: Graph, schedule: Schedule, machine: Machine, asked: O
     """
     if not _check_roles(schedule, graph, asked, found):
         found.raise_if_any()
-    if schedule.scope == "op" and "dependent_launch" not in machine.features:
-        _lack("one op a launch", "dependent_launch", machine, asked.said(graph.span, "scope"), found, _ALONE)
+    if schedule.scope != "step" and "dependent_launch" not in machine.features:
+        _lack(f"one {schedule.scope} a launch", "dependent_launch", machine, asked.said(graph.span, "scope"), found, _ALONE)
     _check_batch(schedule, graph, asked, found)
     check_pages(schedule, graph, found)
     _check_warps(schedule, machine, graph, asked, found)
@@ -304,7 +305,7 @@ def _check_batch(schedule: Schedule, graph: Graph, asked: Overrides, found: Coll
     if sequences == 1:
         return
     if schedule.scope != "step":
-        why, mend = "a launch is an op", "use launch scope 'step', or one sequence"
+        why, mend = f"a launch is {LAUNCHES[schedule.scope]}", "use launch scope 'step', or one sequence"
         found.add(NO_BATCH, asked.said(graph.span, "scope"), kernel=graph.name, sequences=sequences, why=why, mend=mend)
     if not any(isinstance(op, Attention) for op in graph.ops):
         why, mend = "it has no KV cache", "use one sequence: its tokens do not see each other"
@@ -359,8 +360,8 @@ def _check_l2(graph: Graph, how: OpSchedule, schedule: Schedule, machine: Machin
         _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
     if wanted and isinstance(graph.op(how.op), Embed | Custom):
         found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
-    if wanted and isinstance(graph.op(how.op), Attention) and schedule.scope == "op":
-        found.add(L2_NOTHING, span, op=how.op, why="whose rows a launch of one op cannot find before it has joined")
+    if wanted and isinstance(graph.op(how.op), Attention) and schedule.scope != "step":
+        found.add(L2_NOTHING, span, op=how.op, why=f"whose rows a launch of one {schedule.scope} cannot find before it has joined")
     if wanted and isinstance(graph.op(how.op), Attention) and schedule.sequences > 1:
         found.add(L2_NOTHING, span, op=how.op, why="whose rows are those of several sequences")
     if wanted > most:

@@ -14,12 +14,24 @@ from megadsl.types import Level
 PROGRESS_BYTES = 28
 READABLE = 20  # of them: the word that loaders wait for; mk::Steps::readable
 
+HANDED_BYTES = 16  # mk::HandedStep
+HANDED = Region("smem", "progress.step", Level.BLOCK)
 ROWS = Region("smem", "progress.readable", Level.BLOCK)
 
 
 def feeds_itself(graph: Graph, schedule: Schedule) -> bool:
     """Whether a launch can make several steps."""
     return schedule.scope == "step" and any(isinstance(op, Linear) and op.sink == "argmax" for op in graph.ops)
+
+
+def hands_step_on(graph: Graph, schedule: Schedule) -> bool:
+    """Whether loaders learn from the consumers of their launch how many rows are cached: the launch before may write that."""
+    return schedule.scope != "step" and any(isinstance(op, Attention) for op in graph.ops)
+
+
+def progress_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Shared memory for what a block's roles tell each other of the step."""
+    return PROGRESS_BYTES if feeds_itself(graph, schedule) else HANDED_BYTES if hands_step_on(graph, schedule) else 0
 
 
 def passes_rows_on(graph: Graph, schedule: Schedule) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megadsl.ir.graph import Attention, Graph
 from megadsl.ir.schedule import Schedule
 from megadsl.lower.finish import finishers, why_block
+from megadsl.lower.scope import LAUNCHES
 from megadsl.machine import Machine
 from megadsl.types import ceil_div
 
@@ -78,7 +79,7 @@ def why_stay(schedule: Schedule, machine: Machine) -> str:
     if MOVES not in machine.features:
         return f"{machine.arch} has no {MOVES}"
     if schedule.scope != "step":
-        return "two blocks share the registers of an SM where a launch is an op"
+        return f"threads keep the registers that they are given where a launch is {LAUNCHES[schedule.scope]}"
     if consumers % WARPGROUP:
         return f"{consumers} consumer warps are no whole warpgroups"
     if sum(r.warps for r in schedule.roles) - consumers + finishers(schedule) > WARPGROUP:

@@ -10,7 +10,7 @@ import platform
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from megadsl.diagnostics import declare, error
+from megadsl.ir.schedule import SCOPES
 from megadsl.ops.cost import floor_seconds
 from megadsl.reference import EagerModel, Gate, PlainModel, ReferenceModel, gate
 from megadsl.reference.model import GraphModel
@@ -63,7 +64,7 @@ class Row:
 
     ``host_us`` is the host's time for one launch without a graph (None in the emulator); ``differ`` counts replays whose logits were
     other bits than the first one's. ``baselines`` have their time, or the reason why there is none; so have ``launches``, our own
-    kernels one op a launch.
+    kernels under other launch scopes.
     """
 
     tokens: int
@@ -75,7 +76,7 @@ class Row:
     differ: int
     host_us: float | None
     baselines: tuple[BaselineRow, ...]
-    launches: BaselineRow | None = None
+    launches: Mapping[str, BaselineRow] = field(default_factory=dict)
     steps: StepsRow | None = None
     sequences: int = 1
 
@@ -99,7 +100,7 @@ class Row:
             "tokens_equal": compared - len(self.gate.tokens.differing), "tokens_compared": compared,
             **_time_fields(self.times, self.floor_ms), "floor_ms": self.floor_ms,
             "replays": self.replays, "replays_that_differ": self.differ, "host_us_per_launch": self.host_us,
-            "one_op_a_launch": None if self.launches is None else self.launches.fields(self.floor_ms),
+            **{f"one_{s}_a_launch": self.launches[s].fields(self.floor_ms) if s in self.launches else None for s in SCOPES},
             "several_steps_a_launch": None if self.steps is None else self.steps.fields(),
             "baselines": [row.fields(self.floor_ms) for row in self.baselines],
             "best_baseline": None if best is None else best[0],
@@ -120,7 +121,7 @@ class Row:
         )
         if self.steps is not None:
             yield f"    {self.steps.text()}"
-        for row in (*((self.launches,) if self.launches is not None else ()), *self.baselines):
+        for row in (*self.launches.values(), *self.baselines):
             yield f"    {row.name}: {row.text(self.times.median)}"
 
 
@@ -170,8 +171,8 @@ class Subject:
     """One compiled kernel beside fp32 oracle, torch bf16 and the plain torch model, all on the same weights and cache contents.
 
     Steps have exactly the manifest's ``tokens``, of a batch as many of each sequence (else MK498). ``device`` is "cuda", torch's
-    current GPU, or "cpu", the emulator; ``options`` go to the Program. ``apart`` is the same model compiled with one op a launch, to be
-    timed beside it, or why it does not compile; None: it is left out. ``steps`` > 1: launches of so many steps are timed as well,
+    current GPU, or "cpu", the emulator; ``options`` go to the Program. ``apart`` is the same model under other launch scopes, to be
+    timed beside it, or why it does not compile. ``steps`` > 1: launches of so many steps are timed as well,
     beside as many launches. Turns TF32 off for the process.
     Raises what Program does.
     """
@@ -181,7 +182,7 @@ class Subject:
         compiled: Compiled,
         device: str,
         options: Mapping[str, Any] | None = None,
-        apart: Compiled | str | None = None,
+        apart: Mapping[str, Compiled | str] | None = None,
         steps: int = 1,
     ) -> None:
         torch.set_float32_matmul_precision("highest")  # the oracle is fp32
@@ -195,10 +196,10 @@ class Subject:
         each_has(self.count, self.sequences)
         arena = pack_weights(self.manifest, TensorSource(weights), where, progress=False)
         self.program = Program(self.manifest, compiled.source, where, arena, **dict(options or {}))
-        self.apart: Program | None = None
-        self.why_not_apart = apart if isinstance(apart, str) else None
-        if apart is not None and not isinstance(apart, str):
-            self.apart = Program(apart.manifest, apart.source, where, arena)
+        self.apart: dict[str, Program | str] = {
+            scope: made if isinstance(made, str) else Program(made.manifest, made.source, where, arena)
+            for scope, made in (apart or {}).items()
+        }
         again = partial(Program, self.manifest, compiled.source, where, arena, **dict(options or {}))
         self.steps = StepsTrial(again, steps) if steps > 1 else None
         self._rows = 0  # in each cache
@@ -217,7 +218,7 @@ class Subject:
         """``rows`` random rows in every cache, the same for all; what they are depends on ``rows`` alone."""
         self._random.manual_seed(1000 + rows)
         self.program.reset()
-        programs = [self.program, *([self.apart] if self.apart is not None else [])]
+        programs = [self.program, *(program for program in self.apart.values() if isinstance(program, Program))]
         programs += self.steps.programs if self.steps is not None else ()
         for program in programs:
             if program.pages is not None:  # as they lie when sequences have come and gone
@@ -268,14 +269,14 @@ class Subject:
         baselines = prepare(task, which, budget_s, self.clock, replays)
         program = self.program
         ours, differ = self._contestant(self._ready(program, ids, kv))
-        apart = None if which is Baseline.NONE else self._apart(ids, kv)
-        rivals = [rival for each in (apart, *baselines) if each is not None and (rival := each.contestant()) is not None]
+        apart = {} if which is Baseline.NONE else {scope: self._apart(scope, ids, kv) for scope in self.apart}
+        rivals = [rival for each in (*apart.values(), *baselines) if (rival := each.contestant()) is not None]
         wrong = None if self.steps is None else self.steps.begin(kv, ids)
         rivals += () if self.steps is None else self.steps.contestants()
         times = self.clock.times([ours, *rivals], replays)
         program.check()
         rows = tuple(BaselineRow(baseline, times.get(baseline.name)) for baseline in baselines)
-        launches = None if apart is None else BaselineRow(apart, times.get(apart.name))
+        launches = {scope: BaselineRow(each, times.get(each.name)) for scope, each in apart.items()}
         steps = None if self.steps is None else self.steps.row(times, wrong)
         host_us = host_microseconds(program)
         floor, n = self.floor_ms(kv), self.sequences
@@ -299,18 +300,18 @@ class Subject:
         program.set_chain(kv, ids)
         return program.capture()
 
-    def _apart(self, ids: Sequence[int], kv: int) -> Prepared | None:
-        """The step with one op a launch, behind the megakernel's first replay: it has to leave the same bits."""
-        program, began = self.apart, time.monotonic()
-        if program is None:
-            return None if self.why_not_apart is None else Prepared("one op a launch", "ours", 0.0, self.why_not_apart)
+    def _apart(self, scope: str, ids: Sequence[int], kv: int) -> Prepared:
+        """The step under another launch scope, behind the kernel's first replay: it has to leave the same bits."""
+        program, began = self.apart[scope], time.monotonic()
+        if isinstance(program, str):
+            return Prepared(f"one {scope} a launch", "ours", 0.0, program)
         step = self._ready(program, ids, kv)
         step.replay()
         program.check()
         same = torch.equal(program.logits.view(torch.int32), self.program.logits.view(torch.int32))
         graph = "in a CUDA graph of dependent launches" if self.device.type == "cuda" else "launch by launch"
-        name = f"one op a launch ({len(program.manifest['launches'])}), {graph}"
-        wrong = None if same else "its logits have other bits than the megakernel's"
+        name = f"one {scope} a launch ({len(program.manifest['launches'])}), {graph}"
+        wrong = None if same else "its logits have other bits than the first kernel's"
         return Prepared(name, "ours", time.monotonic() - began, wrong, run=step.replay if same else None)
 
     def _contestant(self, step: Replay) -> tuple[Contestant, torch.Tensor]:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Baseline(StrEnum):
-    """Nothing; our own kernels, one op a launch; these and torch's own, both in a CUDA graph; all that and torch.compile."""
+    """Nothing; our own kernels under the other launch scopes; these and torch's own, both in a CUDA graph; all that and torch.compile."""
 
     NONE = "none"
     LAUNCHES = "launches"

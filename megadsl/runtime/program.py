@@ -154,7 +154,7 @@ class Program:
         if count > 1 and not self.manifest["several_steps"]:
             apart = len(self.manifest["launches"]) > 1
             why, mend = (
-                ("a step is a launch for each op", "compile with launch scope 'step'")
+                ("a step is a chain of launches", "compile with launch scope 'step'")
                 if apart
                 else ("it returns logits and chooses no token", "return mk.argmax(...) from the spec")
             )

@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
-from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import BEGIN, END, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -41,7 +41,6 @@ USUAL_TILES = 4  # what the compiler chooses to hold, where it does
 FITS = 0  # stages: as many as shared memory has room for
 
 FIXED: Mapping[tuple[str, str], str] = {
-    (KERNEL, "launch"): "one op a launch is another kernel, for comparison",
     (KERNEL, "max_kv"): "the context is the user's to say",
     (KERNEL, "warps"): "the consumer role's warps are turned",
     (ROLE, "kind"): "roles are not added",
@@ -244,6 +243,21 @@ def _octaves(us: float, now: Callable[[Scene, Subject], object]) -> Callable[[Sc
     return lambda scene, of, value: us * abs(log2(_number(value) / _number(now(scene, of))))
 
 
+def _by_layer(scene: Scene) -> Sequence[Subject]:
+    return ((),) if scene.schedule.scope == "layer" else ()
+
+
+def _inside(scene: Scene, _: Subject) -> list[str]:
+    """The ops of the layers, those that stream most first: rings fill with their weights while the launch before ends."""
+    inside = [op for op in scene.graph.ops if op.loop is not None]
+    return [op.name for op in sorted(inside, key=lambda op: -scene.weight_us(op.name))]
+
+
+def _all_that_fits(scene: Scene, _: Subject) -> tuple[Decision, ...]:
+    """Rings of launches that overlap have half the shared memory."""
+    return tuple(decision(knobs_of(RING)["stages"], of, FITS) for of in _rings(scene))
+
+
 _BATCH = lambda scene, of: scene.schedule.batch  # noqa: E731
 _WARPS = lambda scene, of: scene.schedule.role(of[0]).warps  # noqa: E731
 _SPLITS = _op_field("splits")
@@ -253,6 +267,29 @@ TURNS: tuple[Turn, ...] = (
     _stage_bytes(),
     _ring_turn("window", WINDOWS, lambda scene, before, after: 0.5 * effects.in_flight(scene, before, after)),
     _ring_turn("meeting_window", WINDOWS, effects.in_flight),
+    Turn(  # one op a launch is for comparison; and what is said of a layer's launches has no meaning for a step's
+        knobs_of(KERNEL)["launch"],
+        _whole,
+        lambda scene, of: scene.schedule.scope,
+        lambda scene, of: ("layer",) if scene.schedule.scope == "step" and any(op.loop for op in scene.graph.ops) else (),
+        lambda scene, of, value: effects.TRIFLE_US,
+        _all_that_fits,
+    ),
+    Turn(
+        knobs_of(KERNEL)["launch_start"],
+        _by_layer,
+        lambda scene, of: scene.schedule.start,
+        _inside,
+        lambda scene, of, value: effects.TRIFLE_US,
+    ),
+    Turn(
+        knobs_of(KERNEL)["launch_trigger"],
+        _by_layer,
+        lambda scene, of: scene.schedule.trigger,
+        lambda scene, of: (BEGIN, END, *_inside(scene, of)),
+        lambda scene, of, value: effects.TRIFLE_US,
+        _all_that_fits,
+    ),
     Turn(
         knobs_of(KERNEL)["batch"],
         _whole,

@@ -44,6 +44,9 @@ CASES = {
     "kv-loader-mixed-5": ("llama-tiny", 5, 40, fed_apart),
     "cluster-of-4-1": ("llama-tiny", 1, 40, clustered(4)),
     "cluster-of-8-2-odd": ("llama-tiny-odd", 2, 16, clustered(8)),
+    "layers-1": ("llama-tiny", 1, SMS, lambda s: s.launch("layer")),
+    "layers-late-5": ("llama-tiny", 5, 40, lambda s: s.launch("layer", start="o_proj", trigger="down_proj")),
+    "layers-apart-16": ("llama-tiny", 16, SMS, lambda s: s.launch("layer", start="qkv_proj", trigger="end")),
 }
 
 
@@ -98,6 +101,22 @@ def test_a_lost_signal_is_reported_in_time(made: dict[str, Compiled]) -> None:
                 assert bits(now).equal(bits(old[:, :17])), "an aborted launch changed cached rows"
     assert all(a.same(b) for a, b in zip(expected, healthy.play(some), strict=True)), "the next launch is right"
     assert float(torch.ones(8, device="cuda").sum()) == 8
+
+
+@pytest.mark.parametrize("case", ["layers-1", "layers-late-5", "layers-apart-16"])
+def test_launches_of_layers_leave_the_bits_of_the_megakernel(case: str, made: dict[str, Compiled]) -> None:
+    """Launch by launch, and 50 steps in one graph, in which launches overlap over steps too."""
+    _, tokens, blocks, _ = CASES[case]
+    whole, bench = compiled("llama-tiny", tokens=tokens, blocks=blocks), Bench(made[case], device="cuda")
+    some = steps(whole, [(kv, tokens) for kv in EDGES])
+    expected = Bench(whole, device="cuda").play(some)
+    assert all(a.same(b) for a, b in zip(expected, bench.play(some), strict=True))
+    last = bench.program.logits.clone()
+    replay = bench.program.capture(launches=50)
+    for _ in range(20):
+        replay.replay()
+    bench.program.check()
+    assert bits(bench.program.logits).equal(bits(last))
 
 
 def test_the_kernel_feeds_itself(made: dict[str, Compiled]) -> None:

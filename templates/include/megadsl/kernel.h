@@ -77,12 +77,40 @@ MK_DEV Step read_step(const Buffers& buffers, u32 max_tokens) {
   return {ptx::ld_global<u32>(&c->epoch), ptx::ld_global<u32>(&c->kv_len), min_u32(ptx::ld_global<u32>(&c->n_tokens), max_tokens)};
 }
 
-// Where a launch is one op: the launch before has ended from here on. Before, a role may read weights alone. After an error in an
+// Where a launch is a part of a step: the launch before has ended from here on. Before, a role may read weights alone. After an error in an
 // earlier launch the block's waits fall through.
 MK_DEV Step join_launch(const Context& cx, const Buffers& buffers, u32 max_tokens) {
   ptx::wait_dependencies();
   if (!may_run(buffers)) ptx::st_shared_volatile(cx.abort_word, 1u);
   return read_step(buffers, max_tokens);
 }
+
+// What the consumers of such a launch have read behind their join, for their block's loaders (StepShape::progress): in the last launch of
+// a step a loader that reads the control block by itself may come too late.
+struct HandedStep {
+  smem_ptr<u32> words;  // of Step, then 1 when they are there
+
+  // By one thread, before the whole block meets.
+  MK_DEV void init() const { ptx::st_shared<u32>(words + 3, 0u); }
+  template <class B>
+  MK_DEV void give(const B& block, const Step& step) const {
+    if (block.thread != 0) return;
+    ptx::st_shared<u32>(words, step.epoch);
+    ptx::st_shared<u32>(words + 1, step.kv_len);
+    ptx::st_shared<u32>(words + 2, step.tokens);
+    ptx::st_shared_release(words + 3, 1u);
+  }
+  // A loader that gives up finds no cached rows.
+  template <class Copies>
+  MK_DEV Step take(const Context& cx, u32 site) const {
+    ptx::wait_dependencies();  // for what the loader copies
+    const bool given = Copies::wait(cx, site, 0, 1, [&](u32& observed) {
+      observed = ptx::ld_shared_acquire(words + 3);
+      return observed == 1;
+    });
+    if (!given) return {};
+    return {ptx::ld_shared<u32>(words), ptx::ld_shared<u32>(words + 1), ptx::ld_shared<u32>(words + 2)};
+  }
+};
 
 }  // namespace mk

@@ -161,6 +161,37 @@ def one_warp_after_each_launch(s: ScheduleBlock) -> None:
     # mend: s.finish("warp") => pass
 
 
+def a_layer_from_outside(s: ScheduleBlock) -> None:
+    s.launch("layer", start="embed")
+    # MK286 `s.launch(` | 'step' cannot be launched layer by layer: 'embed' is not in its layers | choose for start= one of:
+    # mend: "embed" => "«attention»"
+
+
+def a_trigger_outside(s: ScheduleBlock) -> None:
+    s.launch("layer", trigger="embed")
+    # MK286 `s.launch(` | 'embed' is not in its layers | choose for trigger= one of:
+    # mend: "embed" => "«o_proj»"
+
+
+def a_start_of_steps(s: ScheduleBlock) -> None:
+    s.launch("step", start="attention")
+    # MK286 `s.launch(` | start='attention' is about launches of a layer, and here one is a step | or leave start= out
+    # mend: "step" => «"layer"»
+
+
+def a_layer_from_nowhere(s: ScheduleBlock) -> None:
+    s.launch("layer", start="atention")
+    # MK152 `s.launch(` | no op is called 'atention' | did you mean 'attention'? the ops are:
+    # mend: "atention" => "«attention»"
+
+
+def launches_that_do_not_overlap(s: ScheduleBlock) -> None:
+    s.launch("layer")
+    s.ring("weights", stages=12)
+    # MK287 `s.ring(` | finds no room beside the one before: shared memory: | launches one when the other ends; or use at most
+    # mend: "layer" => «"layer", trigger="end"»
+
+
 def blocks(s: ScheduleBlock) -> None:
     s.blocks(133)
     # MK163 `s.blocks(` | asks for 133 blocks, sm_90a runs at most 132 at once | choose 1 to
