@@ -40,6 +40,10 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("kernel", "warps"): (Sample("warps = 5"),),
     ("kernel", "batch"): (Sample("batch = 1"), Sample("batch = 5")),
     ("kernel", "max_kv"): (Sample("max_kv = 160"),),
+    ("kernel", "warm_code"): (Sample("warm_code = loader"), Sample("warm_code = consumer")),
+    ("kernel", "warm_code_blocks"): (Sample("warm_code_blocks = 2", "warm_code = loader"),),
+    ("kernel", "warm_code_part"): (Sample("warm_code_part = whole", "warm_code = loader"),),
+    ("kernel", "warm_code_every"): (Sample("warm_code_every = 3", "warm_code = consumer"),),
     ("role", "kind"): (Sample(KV_LOADER),),
     ("role", "warps"): (Sample("role consumer: warps = 5"),),
     ("ring", "stages"): (Sample("ring weights: stages = 3"), Sample("ring weights: stages = 1")),
@@ -92,6 +96,7 @@ block_registers = moved
 finish = block
 blocks = 3
 batch = 2
+warm_code = consumer
 ring weights: stage_bytes = 8 KiB
 op attention: loader = kv_loader
 op attention: smem = none

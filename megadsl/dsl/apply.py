@@ -24,6 +24,7 @@ from megadsl.dsl.overrides import (
     SetScope,
     SetSplit,
     SetSync,
+    SetWarmUp,
 )
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
@@ -69,7 +70,7 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetFinish, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetFinish, SetWarmUp, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -97,16 +98,32 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return _warps(schedule, record, overrides, found)
         case SetCount():  # blocks, batch, max_kv
             return replace(schedule, **{record.field: record.value})  # type: ignore[arg-type]
+        case SetScope() | SetRegisters() | SetFinish() | SetWarmUp():
+            return _whole(schedule, record, found)
+        case SetSync():
+            return _sync(schedule, graph, record, found)
+        case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
+            return _op(schedule, graph, record, found)
+
+
+def _whole(schedule: Schedule, record: SetScope | SetRegisters | SetFinish | SetWarmUp, found: Collector) -> Schedule:
+    match record:
         case SetScope():
             return replace(schedule, scope=record.scope, resident=2 if record.scope == "op" else 1)
         case SetRegisters():
             return replace(schedule, registers=record.registers)
         case SetFinish():
             return replace(schedule, finish=record.finish)
-        case SetSync():
-            return _sync(schedule, graph, record, found)
-        case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
-            return _op(schedule, graph, record, found)
+        case SetWarmUp():
+            return _warm_up(schedule, record, found)
+
+
+def _warm_up(schedule: Schedule, record: SetWarmUp, found: Collector) -> Schedule:
+    changes = dict(record.changes)
+    role, names = changes.get("warm_up"), [r.name for r in schedule.roles]
+    if role is not None and not _known(ROLE_UNKNOWN, role, names, record.span, found):
+        return schedule
+    return replace(schedule, **changes)  # type: ignore[arg-type]  # keys are the Schedule's
 
 
 def _hint(name: object, known: Iterable[str]) -> str:

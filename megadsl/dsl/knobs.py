@@ -26,10 +26,11 @@ from megadsl.dsl.overrides import (
     SetScope,
     SetSplit,
     SetSync,
+    SetWarmUp,
     recorded,
 )
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES, SCOPES
-from megadsl.ir.schedule import MERGES
+from megadsl.ir.schedule import CODE_PARTS, MERGES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -78,6 +79,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob("warps", KERNEL, "s.warps(...)", SetCount, "warps", Count(), _ROUNDS, _CODE, "of all roles"),
     Knob("batch", KERNEL, "s.batch(...)", SetCount, "batch", Count(), _KEEPS, _CODE),
     Knob("max_kv", KERNEL, "s.max_kv(...)", SetCount, "max_kv", Count(), _KEEPS, _DATA),
+    Knob("warm_code", KERNEL, "s.warm_code(role=...)", SetWarmUp, "warm_up", Name("a role", none="none"), _KEEPS, _CODE),
+    Knob("warm_code_blocks", KERNEL, "s.warm_code(..., blocks=...)", SetWarmUp, "warm_blocks", Count(none="all"), _KEEPS, _DATA),
+    Knob("warm_code_part", KERNEL, "s.warm_code(..., part=...)", SetWarmUp, "warm_part", words(*CODE_PARTS), _KEEPS, _DATA),
+    Knob("warm_code_every", KERNEL, "s.warm_code(..., every=...)", SetWarmUp, "warm_every", Count(), _KEEPS, _DATA),
     Knob("kind", ROLE, "s.role(..., kind=...)", SetRole, "kind", words(*KINDS), _KEEPS, _CODE, "adds a role"),
     Knob("warps", ROLE, "s.role(..., warps=...)", SetRole, "warps", Count(), _ROUNDS, _CODE),
     Knob("stages", RING, "s.ring(..., stages=...)", SetRing, "stages", Count(), _KEEPS, _CODE),

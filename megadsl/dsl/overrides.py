@@ -50,6 +50,14 @@ class SetFinish:
 
 
 @dataclass(frozen=True)
+class SetWarmUp:
+    """How the kernel's code is read ahead: warm_up, warm_blocks, warm_part, warm_every of the Schedule."""
+
+    changes: Changes
+    span: Span = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True)
 class SetRole:
     """Fields of a role: warps, kind. With a kind the role need not exist: it is added."""
 
@@ -114,7 +122,7 @@ class SetSync:
 
 
 Override: TypeAlias = (
-    SetCount | SetScope | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+    SetCount | SetScope | SetRegisters | SetFinish | SetWarmUp | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
 )  # fmt: skip
 # Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
 _OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
@@ -156,7 +164,8 @@ class Overrides:
         return default
 
 
-_OF_A_STEP = {"publish", "merge", "finish"}  # what a launch of one op cannot follow, and results do not depend on
+# What a launch of one op cannot follow, and results do not depend on.
+_OF_A_STEP = {"publish", "merge", "finish", "warm_up", "warm_blocks", "warm_part", "warm_every"}
 
 
 def in_scope(overrides: Overrides, scope: str, span: Span) -> Overrides:
@@ -173,6 +182,8 @@ def decided(record: Override) -> Iterator[Decision]:
         case SetScope() | SetRegisters() | SetFinish():
             name, attribute = _OF_THE_KERNEL[type(record)]
             yield Decision(type(record), (), name, getattr(record, attribute), record.span)
+        case SetWarmUp():
+            yield from (Decision(SetWarmUp, (), name, value, record.span) for name, value in record.changes)
         case SetRole():
             yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
         case SetRing():
@@ -198,6 +209,8 @@ def recorded(decision: Decision) -> Override:
         case kind if kind in _OF_THE_KERNEL:
             made: Any = kind
             return cast(Override, made(value, span))
+        case kind if kind is SetWarmUp:
+            return SetWarmUp(((decision.field, value),), span)
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:

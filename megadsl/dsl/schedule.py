@@ -24,8 +24,9 @@ from megadsl.dsl.overrides import (
     SetScope,
     SetSplit,
     SetSync,
+    SetWarmUp,
 )
-from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
@@ -126,6 +127,31 @@ class ScheduleBlock:
         span = caller_span()
         self.choice("finish", who, FINISHES, span)
         self.record(SetFinish(who, span))
+
+    def warm_code(
+        self,
+        role: str | _Keep | None = _KEEP,
+        *,
+        blocks: int | _Keep | None = _KEEP,
+        part: str | _Keep = _KEEP,
+        every: int | _Keep = _KEEP,
+    ) -> None:
+        """When a launch begins, the warps of ``role`` ask L2 for the kernel's own code, to be evicted last (prefetch instructions, for
+        which nobody waits); None: nobody does. For launches of whole steps. Bit-identical.
+
+        blocks: the first so many do, None all. part: each of them a "share" of the code, or the "whole". every: not at each launch, but
+        at those that begin a multiple of so many steps behind the first one.
+        """
+        span = caller_span()
+        found: list[tuple[str, int | str | bool | None]] = []
+        if not isinstance(role, _Keep):
+            found.append(("warm_up", role))
+        if not isinstance(blocks, _Keep):
+            found.append(("warm_blocks", blocks if blocks is None else self.checked("warm_code blocks", blocks, 1, span)))
+        if not isinstance(part, _Keep):
+            self.choice("warm_code part", part, CODE_PARTS, span)
+            found.append(("warm_part", part))
+        self.record(SetWarmUp((*found, *self.changes(1, span, warm_every=every)), span))
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""

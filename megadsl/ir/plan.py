@@ -102,13 +102,14 @@ Item: TypeAlias = Phase | LayerLoop
 
 @dataclass(frozen=True)
 class Program:
-    """What one role runs, start to end."""
+    """What one role runs, start to end. ``start``: before all else, by all lanes of its warps, for no op."""
 
     role: str
     kind: str
     first_warp: int
     warps: int
     body: tuple[Item, ...]
+    start: tuple[Instr, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     )
     for program in plan.programs:
         behind = f", and warp {program.warps}, which finishes" if program.kind == "consumer" and plan.tunables.finishes else ""
-        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}{behind}", list(_program(program.body))
+        start = [line for instr in program.start for line in _instr(instr, "")]
+        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}{behind}", [*start, *_program(program.body)]
     yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]
     yield "shape", [f"{r.type} {r.name} = {', '.join(map(str, r.words))}" for r in plan.shape]
 
@@ -51,6 +52,10 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"one op of one layer a launch, blocks to an SM: {s.resident}"
     if plan.tunables.copies == "lanes":
         yield "stages are copied by all lanes of a loader's warp, 16 bytes each"
+    if s.warm_up is not None:
+        blocks = "all" if s.warm_blocks is None else f"the first {s.warm_blocks}"
+        often = f", every {s.warm_every} steps" if s.warm_every > 1 else ""
+        yield f"code is read ahead by {s.warm_up} of {blocks} blocks, each the {s.warm_part} of it{often}"
     for role, ring in s.rings:
         window = f"window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
         yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, {window}"

@@ -81,6 +81,7 @@ class Role:
     warps: int
 
 
+CODE_PARTS = SHARE, WHOLE = ("share", "whole")
 MERGES = MERGE_EXCHANGE, MERGE_CLUSTER = ("exchange", "cluster")
 
 
@@ -140,6 +141,10 @@ class Schedule:
     registers: str = ""  # "launched": each thread of a block has as many; "moved": loaders leave theirs to consumers; "": to be decided
     finish: str = ""  # who adds partial sums and publishes: the "block", or a "warp" that does nothing else; "": to be decided
     sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs
+    warm_up: str | None = None  # the role that has the kernel's code read into L2 when a launch begins
+    warm_blocks: int | None = None  # so many blocks do, the first ones; None: all
+    warm_part: str = SHARE  # of the code, that each of them reads: a "share" of it, or the "whole"
+    warm_every: int = 1  # of the launches: those whose first step is a multiple of so many steps behind the first
     resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:

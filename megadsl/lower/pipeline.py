@@ -34,6 +34,7 @@ from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
+from megadsl.lower.warm import check_warm_up
 from megadsl.machine import Machine
 from megadsl.types import PerLayer
 
@@ -101,6 +102,7 @@ def _schedule(state: Lowering) -> None:
     check_clusters(state.graph, state.schedule, state.machine, state.overrides)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     check_publications(state.graph, state.schedule, state.overrides)
+    check_warm_up(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
     verify_graph(state.graph)
 

@@ -23,6 +23,7 @@ from megadsl.lower.publish import results_of, staged
 from megadsl.lower.row_maps import row_map
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import tiling
+from megadsl.lower.warm import warm_up
 from megadsl.types import Level
 
 
@@ -33,7 +34,8 @@ def build_programs(builder: Builder) -> tuple[Program, ...]:
     for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
         phases = _load_phases if role.kind == "loader" else _consume_phases
         first = warp if role.kind == "loader" else 0
-        programs.append(Program(role.name, role.kind, first, role.warps, _in_loops(builder, phases, role.name)))
+        start = warm_up(builder.graph, builder.schedule, role.name)
+        programs.append(Program(role.name, role.kind, first, role.warps, _in_loops(builder, phases, role.name), start))
         warp += role.warps
     return tuple(programs)
 

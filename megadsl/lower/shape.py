@@ -16,6 +16,7 @@ from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name,
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
 from megadsl.lower.tiling import tiling
+from megadsl.lower.warm import code_shape
 from megadsl.ops.custom import weight_elements
 from megadsl.types import PerLayer, round_up
 
@@ -76,6 +77,7 @@ def build_shape(
         memory.offset("gates"), memory.offset("meeting"), room, memory.offset("progress"),
     )  # fmt: skip
     records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
+    records.extend(code_shape(schedule))
     if schedule.sequences > 1:
         stride = signed(kv_bytes(graph, schedule.max_kv) // OFFSET_UNIT)
         records.append(Record("mk::BatchShape", "batch", (schedule.sequences, stride, memory.offset("sequences"))))

@@ -21,6 +21,7 @@ QUEUE_US = 0.0108  # that a load waits for each KiB in flight in front of it
 FENCE_US = 0.033  # that a fence waits for each KiB in flight
 TAG_US = 0.4  # unpacking and the extra vectors of a tagged gather
 STARVES = 48 * KIB  # fewer bytes in flight, and HBM idles
+COLD_US = 2.0  # that a launch's first pass over code may wait for memory, where it has left L2
 TRIFLE_US = 0.5  # of a change that the model knows nothing of
 
 
@@ -65,6 +66,11 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
     """Loads of every hand-off queue behind the window; a window that is too small starves HBM."""
     starved = [max(0, STARVES - window) / STARVES * 0.1 * scene.floor_us for window in (before, after)]
     return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
+
+
+def code(scene: Scene, *, read: bool) -> float:
+    """To read the kernel's code ahead, once a launch, or to leave it: what is gained is no more than what waits for it."""
+    return COLD_US if read and scene.schedule.warm_up is None else TRIFLE_US if read else -COLD_US
 
 
 def hand_off(scene: Scene, op: str, before: object, after: object) -> float:

@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
-from megadsl.ir.schedule import MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -43,6 +43,8 @@ FITS = 0  # stages: as many as shared memory has room for
 FIXED: Mapping[tuple[str, str], str] = {
     (KERNEL, "launch"): "one op a launch is another kernel, for comparison",
     (KERNEL, "max_kv"): "the context is the user's to say",
+    (KERNEL, "warm_code_blocks"): "all blocks share a few lines each: fewer read no faster",
+    (KERNEL, "warm_code_every"): "a share of a launch's first microsecond, at each: to leave some out gains nothing",
     (KERNEL, "warps"): "the consumer role's warps are turned",
     (ROLE, "kind"): "roles are not added",
     (OP, "loader"): "roles are not added",
@@ -240,6 +242,12 @@ def _ahead(scene: Scene, of: Subject) -> tuple[Decision, ...]:
     return (decision(knobs_of(OP)["ahead_of"], of, ahead_of),)
 
 
+def _read_by(scene: Scene, of: Subject) -> tuple[Decision, ...]:
+    """A part of the code means something where some role reads it."""
+    role = scene.schedule.warm_up or next(r.name for r in scene.schedule.roles if r.kind == "loader")
+    return (decision(knobs_of(KERNEL)["warm_code"], (), role),)
+
+
 def _octaves(us: float, now: Callable[[Scene, Subject], object]) -> Callable[[Scene, Subject, object], float]:
     return lambda scene, of, value: us * abs(log2(_number(value) / _number(now(scene, of))))
 
@@ -273,6 +281,21 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: scene.schedule.finish,
         lambda scene, of: [who for who in FINISHES if who != scene.schedule.finish],
         lambda scene, of, value: 0.2 * scene.hops,
+    ),
+    Turn(
+        knobs_of(KERNEL)["warm_code"],
+        _whole,
+        lambda scene, of: scene.schedule.warm_up,
+        lambda scene, of: [role for role in (None, *(r.name for r in scene.schedule.roles)) if role != scene.schedule.warm_up],
+        lambda scene, of, value: effects.code(scene, read=value is not None),
+    ),
+    Turn(
+        knobs_of(KERNEL)["warm_code_part"],
+        _whole,
+        lambda scene, of: scene.schedule.warm_part,
+        lambda scene, of: [part for part in CODE_PARTS if part != scene.schedule.warm_part],
+        lambda scene, of, value: effects.TRIFLE_US,
+        _read_by,
     ),
     Turn(
         knobs_of(KERNEL)["blocks"],

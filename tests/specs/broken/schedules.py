@@ -65,6 +65,31 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def code_part(s: ScheduleBlock) -> None:
+    s.warm_code("loader", part="half")
+    # MK151 `s.warm_code(` | warm_code part = 'half' is not known | choose one of: share, whole
+    # mend: half => «share»
+
+
+def code_by_nobody(s: ScheduleBlock) -> None:
+    s.warm_code("storer")
+    # MK153 `s.warm_code(` | no role is called 'storer' | the roles are: loader, consumer
+    # mend: storer => «loader»
+
+
+def code_by_more_blocks(s: ScheduleBlock) -> None:
+    s.warm_code("loader", blocks=200)
+    # MK166 `s.warm_code(` | the number of blocks that read the code is 200 | choose a value from 1 to 4
+    # mend: 200 => «1 to (\d+)»
+
+
+def code_of_one_op(s: ScheduleBlock) -> None:
+    s.launch("op")
+    s.warm_code("loader")
+    # MK234 `s.warm_code(` | the code is read ahead by 'loader', but a launch is one op | or use s.launch("step")
+    # mend: s.launch("op") => «s.launch("step")»
+
+
 def level(s: ScheduleBlock) -> None:
     s["o_proj"].sync(mk.Tagged(level=mk.Level.GROUP))
     # MK541 spec `mk.linear(a` | its sync spans a group | or read the value in the block that writes it
