@@ -54,6 +54,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "smem"): (Sample("op o_proj: smem = none\nop attention: smem = none"),),
     ("op", "registers"): (Sample("op o_proj: registers = 2\nop qkv_proj: registers = 2\nop attention: registers = 0"),),
     ("op", "l2"): (Sample(L2), Sample("op down_proj: l2 = 1 KiB", "op down_proj: l2 = 2 KiB\nop down_proj: ahead_of = qkv_proj")),
+    ("op", "l2_by"): (Sample("op o_proj: l2_by = load", L2),),
     ("op", "ahead_of"): (Sample("op o_proj: ahead_of = qkv_proj", L2),),
     ("op", "hint"): (Sample("op o_proj: hint = evict_last\nop attention: hint = evict_first"),),
     ("op", "split_kv"): (Sample("op attention: split_kv = 1"), Sample("op attention: split_kv = 3")),
@@ -104,6 +105,7 @@ op o_proj: smem = ring
 op qkv_proj: registers = 2
 {L2}
 op o_proj: ahead_of = qkv_proj
+op o_proj: l2_by = load
 op o_proj: hint = evict_last
 op o_proj: residual = exchange
 op o_proj: pause = 200

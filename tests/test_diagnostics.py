@@ -163,6 +163,7 @@ ELSEWHERE: dict[str, str] = {
     "MK522": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK523": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK524": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK525": "test_overlap_l2.py::test_a_scratch_that_is_read",
     "MK530": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK531": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK532": "test_check_mutants.py::test_a_broken_plan_is_refused",

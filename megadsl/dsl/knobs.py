@@ -30,7 +30,7 @@ from megadsl.dsl.overrides import (
     recorded,
 )
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES, SCOPES
-from megadsl.ir.schedule import CODE_PARTS, MERGES
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, MERGES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -93,6 +93,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("smem", OP, "s[...].prefetch(smem=...)", SetPrefetch, "smem", _SMEM, _KEEPS, _CODE),
     Knob("registers", OP, "s[...].prefetch(registers=...)", SetPrefetch, "registers", Count(0, none="auto"), _KEEPS, _CODE),
     Knob("l2", OP, "s[...].prefetch(l2=...)", SetPrefetch, "l2_bytes", Bytes(0), _KEEPS, _CODE, "data beyond 0"),
+    Knob("l2_by", OP, "s[...].prefetch(l2_by=...)", SetPrefetch, "l2_by", words(*L2_BY), _KEEPS, _CODE),
     Knob("ahead_of", OP, "s[...].prefetch(ahead_of=...)", SetPrefetch, "ahead_of", Name("an op", none="none"), _KEEPS, _CODE),
     Knob("hint", OP, "s[...].prefetch(hint=...)", SetPrefetch, "hint", words(*HINTS), _KEEPS, _CODE),
     Knob("split_kv", OP, "s[...].split(kv=...)", SetSplit, "splits", Count(), _ROUNDS, _CODE, "mostly data"),

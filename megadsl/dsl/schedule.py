@@ -26,7 +26,7 @@ from megadsl.dsl.overrides import (
     SetSync,
     SetWarmUp,
 )
-from megadsl.ir.schedule import CODE_PARTS, MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, MERGES, REGISTERS, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
@@ -219,6 +219,7 @@ class OpHandle:
         smem: str | _Keep | None = _KEEP,
         registers: int | _Keep | None = _KEEP,
         l2: int | _Keep = _KEEP,
+        l2_by: str | _Keep = _KEEP,
         ahead_of: str | _Keep | None = _KEEP,
         hint: str | _Keep = _KEEP,
     ) -> OpHandle:
@@ -228,8 +229,9 @@ class OpHandle:
         linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
         its input, None as many as the compiler thinks good.
         l2: bytes of each block's share (of an attention: of the cached rows of each of its units) that are prefetched into L2 when the
-        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. hint: evict_first, evict_normal,
-        evict_last.
+        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. l2_by: by an "instruction", for which
+        the loader does not wait, or by a "load" into shared memory that nobody reads (of which it takes a stage), two at a time: what has
+        been loaded is read from L2 at a higher rate than what was prefetched. hint: evict_first, evict_normal, evict_last.
         """
         span = caller_span()
         found: list[tuple[str, int | str | bool | None]] = []
@@ -242,6 +244,9 @@ class OpHandle:
             found.append(("registers", asked))
         if not isinstance(l2, _Keep):
             found.append(("l2_bytes", self._block.checked("prefetch l2", l2, 0, span)))
+        if not isinstance(l2_by, _Keep):
+            self._block.choice("prefetch l2_by", l2_by, L2_BY, span)
+            found.append(("l2_by", l2_by))
         if not isinstance(ahead_of, _Keep):
             found.append(("ahead_of", ahead_of))
         if not isinstance(hint, _Keep):

@@ -28,6 +28,7 @@ from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name, vector_name
 from megadsl.lower.programs import instructions
+from megadsl.lower.scratch import SLOTS, loads_l2, scratch_member, slot_bytes
 from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
@@ -145,6 +146,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ring_type": lambda role: f"{_camel(role)}Ring",
         "copies_type": _COPIES[plan.tunables.copies],
         "one_lane": " && mk::ptx::lane_id() == 0" if plan.tunables.copies == "bulk" else "",
+        **_scratches(plan),
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
@@ -161,6 +163,12 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "row_op": lambda reduce: "mk::RowOp::kMax" if reduce.op == "max" else "mk::RowOp::kSum",
         "unknown_instruction": _unknown,
     }
+
+
+def _scratches(plan: Plan) -> dict[str, Any]:
+    """Where loaders bring something into L2 by loads."""
+    types = {role: f"mk::Scratch<{SLOTS}, {slot_bytes(ring)}>" for role, ring in plan.schedule.rings if loads_l2(plan.schedule, role)}
+    return {"scratch": lambda role: types.get(role, ""), "scratch_member": scratch_member}
 
 
 def _expressions() -> dict[str, Any]:

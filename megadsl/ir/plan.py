@@ -47,7 +47,7 @@ class Region:
 class Site:
     """A place where a role waits or signals. Hang reports, timelines and mutants speak of sites by ``id``.
 
-    kind: ring.empty, ring.full, exchange, gate, publish. ``expects`` says in words what the expected value means.
+    kind: ring.empty, ring.full, scratch, exchange, gate, publish. ``expects`` says in words what the expected value means.
     """
 
     id: int

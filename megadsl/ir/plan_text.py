@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
-from megadsl.ir.schedule import MERGE_CLUSTER, REGISTERS
+from megadsl.ir.schedule import LOAD, MERGE_CLUSTER, REGISTERS
 
 
 def print_plan(plan: Plan) -> str:
@@ -63,7 +63,8 @@ def _schedule(plan: Plan) -> Iterator[str]:
         p = op.prefetch
         placement = "smem" if p.smem else "smem once the op has begun"
         held = f", {p.registers} tiles into registers ahead of its input" if p.registers else ""
-        ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
+        by = " by loads" if p.l2_by == LOAD else ""
+        ahead = f", {p.l2_bytes} bytes into L2{by} ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
         splits += f" added within clusters of {op.splits}" if op.merge == MERGE_CLUSTER else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""

@@ -40,6 +40,9 @@ Sync: TypeAlias = Tagged | Sentinel | Flag
 SHARED, STAGED, REGISTERS = "shared", "staged", "registers"  # where an op's input arrives and its results leave from
 
 
+L2_BY = INSTRUCTION, LOAD = ("instruction", "load")
+
+
 @dataclass(frozen=True)
 class Prefetch:
     """Where an op's weights go before they are needed.
@@ -47,6 +50,7 @@ class Prefetch:
     smem: the ring takes them as early as it has room (else only once the op has begun).
     registers: so many of the block's first tiles (of an attention: of each warp's cached chunks, 0 or 1) move from the ring into
     registers before the op's input is waited for; None: the compiler chooses.
+    l2_by: how those l2_bytes come into L2: by a prefetch "instruction", or by a "load" into shared memory that nobody reads.
     l2_bytes: this many bytes of the block's share (of an attention: of the cached rows of each of its units) are prefetched into L2 when
     the loader reaches ``ahead_of``; the next layer's, where that op stands behind this one in the layer.
     hint: cache policy of the stream, "evict_first" | "evict_normal" | "evict_last".
@@ -57,6 +61,7 @@ class Prefetch:
     l2_bytes: int = 0
     ahead_of: str | None = None
     hint: str = "evict_first"
+    l2_by: str = INSTRUCTION
 
 
 @dataclass(frozen=True)

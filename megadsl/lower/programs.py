@@ -8,6 +8,7 @@ from dataclasses import replace
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, Rope, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
+from megadsl.ir.schedule import LOAD
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.custom import custom_phase, loads
 from megadsl.lower.exchanges import is_local, merge_lanes, merges_in_cluster
@@ -21,6 +22,7 @@ from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.publish import results_of, staged
 from megadsl.lower.row_maps import row_map
+from megadsl.lower.scratch import scratch_region
 from megadsl.lower.steps import ROWS, around_rows, feeds_itself, passes_rows_on
 from megadsl.lower.tiling import tiling
 from megadsl.lower.warm import warm_up
@@ -67,23 +69,29 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
             and how.loader == role
             and (how.prefetch.ahead_of or other.name) == op.name
         ):
-            body.append(_prefetch(builder, other, op))
+            body.append(_prefetch(builder, other, op, role))
     if loads(op) and builder.schedule.op(op.name).loader == role:
         body.extend(_loads(builder, op, role))
     if body:
         yield Phase(op.name, _title(op), op.span, tuple(body))
 
 
-def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
+def _prefetch(builder: Builder, op: Linear | Attention, at: Op, role: str) -> Instr:
     """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
-    order = builder.graph.ops
+    order, how = builder.graph.ops, builder.schedule.op(op.name).prefetch
     together = at.loop is not None and at.loop == op.loop and builder.schedule.scope == "step"  # else a launch knows one layer
     ahead = int(together and order.index(at) > order.index(op))
+    args: dict[str, object] = {}
+    site: int | None = None
+    writes: tuple[Region, ...] = ()
+    if how.l2_by == LOAD:
+        site = builder.site(role, op.name, "scratch", "parity of the copy before the last", op.span)
+        writes, args = (scratch_region(role),), {"by": LOAD}
     if isinstance(op, Attention):
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
-        return Instr(Verb.PREFETCH, "prefetch_cache", op.name, op.span, reads=(rows,), args={"ahead": ahead})
-    args: dict[str, object] = {"ahead": ahead} if ahead else {}
-    return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, reads=(Region("weights", op.name, Level.GPU),), args=args)
+        return Instr(Verb.PREFETCH, "prefetch_cache", op.name, op.span, site, (rows,), writes, args={"ahead": ahead, **args})
+    args |= {"ahead": ahead} if ahead else {}
+    return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, site, (Region("weights", op.name, Level.GPU),), writes, args=args)
 
 
 def _loads(builder: Builder, op: Op, role: str) -> Iterator[Instr]:

@@ -15,6 +15,7 @@ from megadsl.lower.gathers import tiles_together
 from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name, pass_groups, received_name
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, vector_name
+from megadsl.lower.scratch import landed_area, loads_l2, scratch_record
 from megadsl.lower.tiling import tiling
 from megadsl.lower.warm import code_shape
 from megadsl.ops.custom import weight_elements
@@ -85,6 +86,8 @@ def build_shape(
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
+        if loads_l2(schedule, role):
+            records.append(scratch_record(role, memory.offset(f"scratch.{role}"), memory.offset(landed_area(role))))
     records.extend(_layer_tables(graph))
     records.extend(_exchange(e) for e in exchanges if e.wire != ASYNC)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))

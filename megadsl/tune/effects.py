@@ -22,6 +22,7 @@ FENCE_US = 0.033  # that a fence waits for each KiB in flight
 TAG_US = 0.4  # unpacking and the extra vectors of a tagged gather
 STARVES = 48 * KIB  # fewer bytes in flight, and HBM idles
 COLD_US = 2.0  # that a launch's first pass over code may wait for memory, where it has left L2
+CATCH_UP = 1.6  # the rate of L2 behind loads, as a multiple of memory's
 TRIFLE_US = 0.5  # of a change that the model knows nothing of
 
 
@@ -71,6 +72,14 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
 def code(scene: Scene, *, read: bool) -> float:
     """To read the kernel's code ahead, once a launch, or to leave it: what is gained is no more than what waits for it."""
     return COLD_US if read and scene.schedule.warm_up is None else TRIFLE_US if read else -COLD_US
+
+
+def into_l2(scene: Scene, op: str, *, by_load: bool, size: int) -> float:
+    """Bytes that L2 has when they are wanted come at up to CATCH_UP times memory's rate if they were loaded; a load's slots are a stage of
+    the ring."""
+    ahead = min(size / scene.bytes_per_us, STALL_US)
+    stage = scene.schedule.rings[0][1].stage_bytes / scene.bytes_per_us
+    return ((1 - 1 / CATCH_UP) * ahead - stage / 4) * scene.runs(op) * (1 if by_load else -1) / 4 + TRIFLE_US
 
 
 def hand_off(scene: Scene, op: str, before: object, after: object) -> float:

@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
-from megadsl.ir.schedule import CODE_PARTS, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, LOAD, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -33,6 +33,7 @@ WARPS = (4, 6, 7, 8, 10, 12, 16)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 HELD = (0, 1, 2, 3, 4, 6, 8, 12)
 L2_SIZES = tuple(n * KIB for n in (0, 32, 64, 128, 256))
+SOME_L2 = 64 * KIB
 PAUSES = (0, 100, 200, 300, 400, 600, 800, 1000)
 WIRES: tuple[Sync, ...] = (Tagged(), Sentinel(), Flag())
 MOST_WAYS = 8
@@ -242,6 +243,11 @@ def _ahead(scene: Scene, of: Subject) -> tuple[Decision, ...]:
     return (decision(knobs_of(OP)["ahead_of"], of, ahead_of),)
 
 
+def _asked_l2(scene: Scene, of: Subject) -> int:
+    """How many bytes come into L2 by the other way: as many as now, or some."""
+    return scene.schedule.op(of[0]).prefetch.l2_bytes or SOME_L2
+
+
 def _read_by(scene: Scene, of: Subject) -> tuple[Decision, ...]:
     """A part of the code means something where some role reads it."""
     role = scene.schedule.warm_up or next(r.name for r in scene.schedule.roles if r.kind == "loader")
@@ -386,5 +392,13 @@ TURNS: tuple[Turn, ...] = (
         _each_run(0.2),
     ),
     Turn(knobs_of(OP)["share_offset"], _uneven, _op_field("share_offset"), _quarters, _each_run(0.1)),
+    Turn(
+        knobs_of(OP)["l2_by"],
+        _loaded,
+        _prefetch_field("l2_by"),
+        lambda scene, of: [by for by in L2_BY if by != scene.schedule.op(of[0]).prefetch.l2_by],
+        lambda scene, of, value: effects.into_l2(scene, of[0], by_load=value == LOAD, size=_asked_l2(scene, of)),
+        lambda scene, of: (decision(knobs_of(OP)["l2"], of, _asked_l2(scene, of)), *_ahead(scene, of)),
+    ),
     Turn(knobs_of(OP)["l2"], _loaded, _prefetch_field("l2_bytes"), lambda scene, of: L2_SIZES, _each_run(0.1), _ahead),
 )

@@ -56,6 +56,17 @@ struct Window {
   MK_DEV u32 now() const { return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings; }
 };
 
+// A copy that has been issued lands without anybody's help, also when the launch was given up.
+template <class Copies>
+MK_DEV void await_landed(const Context& cx, smem_ptr<u64> barrier, u32 parity, u32 site) {
+  constexpr u32 kMostPolls = 1u << 22;
+  bool done = false;
+  for (u32 polls = 0; !done && polls < kMostPolls; ++polls) {
+    done = Copies::passed(barrier, parity);
+    if (!done) ptx::poll_pause({site, cx.layer, 0, 0, 0});
+  }
+}
+
 // The producing end. One lane uses it, or all of a warp do the same.
 template <class R>
 struct Loader {
@@ -90,18 +101,10 @@ struct Loader {
 
   // Copies must not outlive the block: called last, also when the launch was given up. They land without anybody's help.
   MK_DEV void drain() {
-    for (; in_flight != 0; --in_flight, landed.advance()) {
-      bool done = false;
-      for (u32 polls = 0; !done && polls < kDrainPolls; ++polls) {
-        done = Copies::passed(ring.full + landed.slot, landed.parity);
-        if (!done) ptx::poll_pause({last_site, cx.layer, 0, 0, 0});
-      }
-    }
+    for (; in_flight != 0; --in_flight, landed.advance()) await_landed<Copies>(cx, ring.full + landed.slot, landed.parity, last_site);
   }
 
  private:
-  static constexpr u32 kDrainPolls = 1u << 22;
-
   MK_DEV bool wait_barrier(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
     return Copies::wait(cx, site, tile, parity, PhasePassed<Copies>{barrier, parity});
   }

@@ -65,6 +65,12 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def l2_by_something(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=4096, l2_by="bulk")
+    # MK151 `s["o_proj"].prefetch(` | prefetch l2_by = 'bulk' is not known | choose one of: instruction, load
+    # mend: bulk => «load»
+
+
 def code_part(s: ScheduleBlock) -> None:
     s.warm_code("loader", part="half")
     # MK151 `s.warm_code(` | warm_code part = 'half' is not known | choose one of: share, whole
