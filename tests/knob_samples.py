@@ -74,6 +74,8 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
         Sample("edge qkv_proj -> attention: sync = sentinel"),
         Sample("edge attention -> attention: sync = sentinel", "edge attention -> attention: sync = flag"),
     ),
+    ("edge", "back_off"): (Sample("edge o_proj -> gate_up_proj: back_off = 100\nedge attention -> attention: back_off = 50"),),
+    ("edge", "width"): (Sample("edge gate_up_proj -> down_proj: width = 1", fields=TWO_TILES),),
 }
 
 
@@ -112,4 +114,6 @@ op o_proj: pause = 200
 op attention: split_kv = 2
 op o_proj: sync = flag(slots = 4)
 edge qkv_proj -> attention: sync = sentinel(slots = 8)
+edge o_proj -> gate_up_proj: back_off = 100
+edge o_proj -> gate_up_proj: width = 1
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import (
@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -70,7 +71,21 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (SetRole, SetRing, SetCount, SetScope, SetRegisters, SetFinish, SetWarmUp, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync)
+_ORDER = (
+    SetRole,
+    SetRing,
+    SetCount,
+    SetScope,
+    SetRegisters,
+    SetFinish,
+    SetWarmUp,
+    SetLoader,
+    SetPrefetch,
+    SetSplit,
+    SetScale,
+    SetSync,
+    SetPoll,
+)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -100,8 +115,8 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return replace(schedule, **{record.field: record.value})  # type: ignore[arg-type]
         case SetScope() | SetRegisters() | SetFinish() | SetWarmUp():
             return _whole(schedule, record, found)
-        case SetSync():
-            return _sync(schedule, graph, record, found)
+        case SetSync() | SetPoll():
+            return _edge(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
             return _op(schedule, graph, record, found)
 
@@ -255,7 +270,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
             return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
 
 
-def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -> Schedule:
+def _edge(schedule: Schedule, graph: Graph, record: SetSync | SetPoll, found: Collector) -> Schedule:
     names = [o.name for o in graph.ops]
     ends = [record.producer] + ([record.consumer] if record.consumer else [])
     known = [_known(OP_UNKNOWN, name, names, record.span, found) for name in ends]
@@ -269,4 +284,5 @@ def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -
     if not chosen:
         consumer = record.consumer or "any op"
         found.add(EDGE_UNKNOWN, record.span, consumer=consumer, producer=record.producer, known=", ".join(readers) or "none")
-    return replace(schedule, edges=tuple(replace(e, sync=record.sync) if e.value in chosen else e for e in schedule.edges))
+    changes: dict[str, Any] = {"sync": record.sync} if isinstance(record, SetSync) else dict(record.changes)
+    return replace(schedule, edges=tuple(replace(e, **changes) if e.value in chosen else e for e in schedule.edges))

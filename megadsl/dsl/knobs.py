@@ -18,6 +18,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -108,6 +109,8 @@ KNOBS: tuple[Knob, ...] = (
     Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),
+    Knob("back_off", EDGE, "s.edge(..., ...).poll(back_off=...)", SetPoll, "back_off", Count(0), _KEEPS, _CODE, "nanoseconds"),
+    Knob("width", EDGE, "s.edge(..., ...).poll(width=...)", SetPoll, "width", Count(0), _KEEPS, _CODE, "0: the compiler chooses"),
 )
 
 
@@ -157,6 +160,8 @@ def _decides(d: Decision) -> tuple[object, ...]:
     """What a later decision of the same replaces: an edge is its value, whichever of its readers is named."""
     if d.record is SetSync:
         return SetSync, d.subject[0], len(d.subject) > 1 and d.subject[0] == d.subject[1]
+    if d.record is SetPoll:
+        return SetPoll, d.field, d.subject[0], d.subject[0] == d.subject[1]
     return d.record, d.subject, d.field
 
 

@@ -121,8 +121,19 @@ class SetSync:
     span: Span = dataclasses.field(compare=False)
 
 
+@dataclass(frozen=True)
+class SetPoll:
+    """How the readers of the value that ``producer`` gives poll it: back_off, width; ``consumer`` as in SetSync."""
+
+    producer: str
+    consumer: str
+    changes: Changes
+    span: Span = dataclasses.field(compare=False)
+
+
 Override: TypeAlias = (
     SetCount | SetScope | SetRegisters | SetFinish | SetWarmUp | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync
+    | SetPoll
 )  # fmt: skip
 # Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
 _OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
@@ -182,14 +193,8 @@ def decided(record: Override) -> Iterator[Decision]:
         case SetScope() | SetRegisters() | SetFinish():
             name, attribute = _OF_THE_KERNEL[type(record)]
             yield Decision(type(record), (), name, getattr(record, attribute), record.span)
-        case SetWarmUp():
-            yield from (Decision(SetWarmUp, (), name, value, record.span) for name, value in record.changes)
-        case SetRole():
-            yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
-        case SetRing():
-            yield from (Decision(SetRing, (record.ring,), name, value, record.span) for name, value in record.changes)
-        case SetPrefetch() | SetSplit():
-            yield from (Decision(type(record), (record.op,), name, value, record.span) for name, value in record.changes)
+        case SetWarmUp() | SetRole() | SetRing() | SetPrefetch() | SetSplit() | SetPoll():
+            yield from (Decision(type(record), _subject(record), name, value, record.span) for name, value in record.changes)
         case SetLoader():
             yield Decision(SetLoader, (record.op,), "loader", record.role, record.span)
         case SetScale():
@@ -197,6 +202,20 @@ def decided(record: Override) -> Iterator[Decision]:
         case SetSync():
             ends = (record.producer,) if record.consumer is None else (record.producer, record.consumer)
             yield Decision(SetSync, ends, "sync", record.sync, record.span)
+
+
+def _subject(record: SetWarmUp | SetRole | SetRing | SetPrefetch | SetSplit | SetPoll) -> tuple[str, ...]:
+    """What the fields of a record are of."""
+    match record:
+        case SetWarmUp():
+            return ()
+        case SetRole():
+            return (record.role,)
+        case SetRing():
+            return (record.ring,)
+        case SetPoll():
+            return record.producer, record.consumer
+    return (record.op,)
 
 
 def recorded(decision: Decision) -> Override:
@@ -217,6 +236,8 @@ def recorded(decision: Decision) -> Override:
             return SetScale(subject[0], value, span)
         case kind if kind is SetSync:
             return SetSync(subject[0], subject[1] if len(subject) > 1 else None, value, span)
+        case kind if kind is SetPoll:
+            return SetPoll(subject[0], subject[1], ((decision.field, value),), span)
     fields: Any = decision.record  # SetRole, SetRing, SetPrefetch, SetSplit
     record: Override = fields(subject[0], ((decision.field, value),), span)
     return record

@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -373,6 +374,18 @@ class EdgeHandle:
         self._block.checked("sync slots", sync.slots, 1, span)
         self._block.choice("sync level", sync.level, tuple(Level), span)
         self._block.record(SetSync(self._producer, self._consumer, sync, span))
+
+    def poll(self, *, back_off: int | _Keep = _KEEP, width: int | _Keep = _KEEP) -> None:
+        """How the readers of the value poll what is not there yet. Bit-identical.
+
+        back_off: nanoseconds (at most 1,000,000) that a warp sleeps behind a poll in vain; 0: it polls again at once. What is polled in
+        vain stands in the way of what others store; who sleeps sees it later. width: most vectors of 16 bytes, 1 to 16, that a thread has
+        under way together while it gathers the value into shared memory; 0: as the compiler thinks best. Inputs that arrive in registers,
+        and parts, are polled as they are added.
+        """
+        span = caller_span()
+        changes = self._block.changes(0, span, back_off=back_off, width=width)
+        self._block.record(SetPoll(self._producer, self._consumer or self._producer, changes, span))
 
 
 def require_counts(**values: object) -> None:

@@ -97,8 +97,15 @@ def emit(plan: Plan, kept: Kept | None = None) -> str:
     return "\n".join(f'#line {i + 1} "kernel.cu"' if line == _HERE else line for i, line in enumerate(lines, 1)) + "\n"
 
 
+def _polled(plan: Plan, value: str, wire: str) -> str:
+    """How an exchange's vectors are polled."""
+    own = _wire(plan, value, wire)
+    back_off = next((edge.back_off for edge in plan.schedule.edges if edge.value == value), 0)
+    return f"mk::BackOff<{own}, {back_off}>" if back_off else own
+
+
 def _wire(plan: Plan, value: str, wire: str) -> str:
-    """How an exchange's vectors are read."""
+    """How an exchange's vectors travel."""
     exchange = plan.exchange(value)
     if wire != "Sentinel" or not exchange.dense:
         return f"mk::{wire}"
@@ -112,7 +119,7 @@ def _published(plan: Plan, instr: Instr) -> str:
 
 
 def _wires(plan: Plan) -> dict[str, Any]:
-    return {"wire": lambda value, wire: _wire(plan, value, wire), "published": lambda instr: _published(plan, instr)}
+    return {"wire": lambda value, wire: _polled(plan, value, wire), "published": lambda instr: _published(plan, instr)}
 
 
 def _helpers(plan: Plan) -> dict[str, Any]:

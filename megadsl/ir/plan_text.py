@@ -77,9 +77,12 @@ def _schedule(plan: Plan) -> Iterator[str]:
 
 def _exchanges(plan: Plan) -> Iterator[str]:
     for e in plan.exchanges:
+        how = next((edge for edge in plan.schedule.edges if edge.value == e.name), None)
+        polled = f", a thread polls at most {how.width} vectors at once" if how and how.width else ""
+        polled += f", {how.back_off} ns between polls in vain" if how and how.back_off else ""
         yield (
             f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
-            f" {e.groups} groups{', dense' if e.dense else ''}{', by words' if e.words else ''}, {e.uses} rounds per launch"
+            f" {e.groups} groups{', dense' if e.dense else ''}{', by words' if e.words else ''}, {e.uses} rounds per launch{polled}"
         )
 
 

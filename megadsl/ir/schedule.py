@@ -123,11 +123,14 @@ class OpSchedule:
 
 @dataclass(frozen=True)
 class EdgeSchedule:
-    """Sync of one value between its producer op and all its readers."""
+    """Sync of one value between its producer op and all its readers, and how these poll it. ``back_off``: nanoseconds that a warp sleeps
+    between two polls in vain. ``width``: most 16-byte vectors that a thread has under way together; 0: the compiler chooses."""
 
     value: str
     producer: str
     sync: Sync
+    back_off: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True)

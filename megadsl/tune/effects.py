@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.schedule import Flag, Schedule, Sentinel, Tagged
+from megadsl.ir.verify_graph import reads
 from megadsl.lower.tiling import tiling
 from megadsl.machine import Machine
 from megadsl.ops.cost import cost, runs, total_cost
@@ -107,6 +108,13 @@ def shares(scene: Scene, blocks: int) -> float:
 
     now = scene.schedule.blocks
     return min(abs(busiest(blocks) - busiest(now)), 0.05 * scene.floor_us) + abs(blocks - now) / now * scene.hops * 0.2
+
+
+def ends(graph: Graph, value: str, producer: str) -> tuple[str, str]:
+    """The names of an edge: the producer of a value and its first reader; of what an op's blocks hand to each other, the op twice."""
+    if value != graph.op(producer).out:
+        return producer, producer
+    return producer, next((op.name for op in graph.ops if value in {ref.value for ref in reads(op)}), producer)
 
 
 def attentions(graph: Graph) -> list[Attention]:

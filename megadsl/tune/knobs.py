@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
-from megadsl.ir.schedule import CODE_PARTS, L2_BY, LOAD, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, LOAD, MERGES, REGISTERS, SHARED, EdgeSchedule, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -34,6 +34,8 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 HELD = (0, 1, 2, 3, 4, 6, 8, 12)
 L2_SIZES = tuple(n * KIB for n in (0, 32, 64, 128, 256))
 SOME_L2 = 64 * KIB
+BACK_OFFS = (0, 50, 100, 200, 400)  # ns; a poll takes 500 to 800
+POLLED = (0, 1, 2, 4, 8)  # vectors of a thread; 0: the compiler chooses
 PAUSES = (0, 100, 200, 300, 400, 600, 800, 1000)
 WIRES: tuple[Sync, ...] = (Tagged(), Sentinel(), Flag())
 MOST_WAYS = 8
@@ -195,6 +197,15 @@ def _given(scene: Scene) -> list[Subject]:
 
 def _parts(scene: Scene) -> list[Subject]:
     return [(e.producer, e.producer) for e in scene.schedule.edges if e.value != scene.graph.op(e.producer).out]
+
+
+def _edges(scene: Scene) -> list[Subject]:
+    """All of them, each by its producer and a reader."""
+    return [effects.ends(scene.graph, e.value, e.producer) for e in scene.schedule.edges]
+
+
+def _edge_of(scene: Scene, names: Subject) -> EdgeSchedule:
+    return next(e for e in scene.schedule.edges if effects.ends(scene.graph, e.value, e.producer) == names)
 
 
 def _held() -> Turn:
@@ -390,6 +401,20 @@ TURNS: tuple[Turn, ...] = (
         _op_field("pause"),
         lambda scene, of: near(PAUSES, scene.schedule.op(of[0]).pause),
         _each_run(0.2),
+    ),
+    Turn(
+        knobs_of(EDGE)["back_off"],
+        _edges,
+        lambda scene, edge: _edge_of(scene, edge).back_off,
+        lambda scene, edge: near(BACK_OFFS, _edge_of(scene, edge).back_off),
+        _each_run(0.1),
+    ),
+    Turn(
+        knobs_of(EDGE)["width"],
+        lambda scene: [edge for edge in _edges(scene) if edge[0] != edge[1]],
+        lambda scene, edge: _edge_of(scene, edge).width,
+        lambda scene, edge: [n for n in POLLED if n != _edge_of(scene, edge).width],
+        _each_run(0.1),
     ),
     Turn(knobs_of(OP)["share_offset"], _uneven, _op_field("share_offset"), _quarters, _each_run(0.1)),
     Turn(

@@ -65,6 +65,24 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def width_of_parts(s: ScheduleBlock) -> None:
+    s.edge("attention", "attention").poll(width=2)
+    # MK235 `s.edge("attention", "attention").poll(` | width of 'attention.parts' decides nothing: parts are polled as | leave it out
+    # mend: \n    s.edge("attention", "attention").poll(width=2) => \n    s.edge("attention", "attention").poll(back_off=100)
+
+
+def wide_polls(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").poll(width=40)
+    # MK166 `s.edge("qkv_proj", "attention").poll(` | width of 'qkv_proj' is 40 | choose a value from 0 to 16
+    # mend: 40 => «0 to (\d+)»
+
+
+def long_sleep(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").poll(back_off=2_000_000)
+    # MK166 `s.edge("qkv_proj", "attention").poll(` | back_off of 'qkv_proj', in nanoseconds, is 2000000 | choose a value from 0 to 1000000
+    # mend: 2_000_000 => «0 to (\d+)»
+
+
 def l2_by_something(s: ScheduleBlock) -> None:
     s["o_proj"].prefetch(l2=4096, l2_by="bulk")
     # MK151 `s["o_proj"].prefetch(` | prefetch l2_by = 'bulk' is not known | choose one of: instruction, load
