@@ -69,6 +69,10 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ),
     ("op", "merge"): (Sample("op attention: merge = cluster", ALL_SENTINELS + "\nblocks = 4\nop attention: split_kv = 2"),),
     ("op", "pause"): (Sample("op o_proj: pause = 300\nop attention: pause = 100\nop down_proj: pause = 1"),),
+    ("op", "meeting_window"): (
+        Sample("op o_proj: meeting_window = 8 KiB"),
+        Sample("op down_proj: meeting_window = 96 KiB", "op down_proj: meeting_window = 1 B"),
+    ),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (
         Sample("edge qkv_proj -> attention: sync = sentinel"),
@@ -111,6 +115,7 @@ op o_proj: l2_by = load
 op o_proj: hint = evict_last
 op o_proj: residual = exchange
 op o_proj: pause = 200
+op gate_up_proj: meeting_window = 16 KiB
 op attention: split_kv = 2
 op o_proj: sync = flag(slots = 4)
 edge qkv_proj -> attention: sync = sentinel(slots = 8)

@@ -60,6 +60,7 @@ _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
         "linears that add to their rows, and maps of rows",
     ),
     "pause": (lambda op: isinstance(op, Linear | Attention), "input to poll", "poll(...)", "linears and attention"),
+    "meeting_window": (lambda op: isinstance(op, Linear | Attention), "input to poll", "poll(...)", "linears and attention"),
     "publish": (
         lambda op: not isinstance(op, Embed) and op.out is not None,
         "results of its own to send",

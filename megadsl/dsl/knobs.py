@@ -62,6 +62,8 @@ _SMEM = Words((("ring", True), ("none", False)))
 _ROUNDS, _KEEPS = False, True  # bits
 _DATA, _CODE = False, True
 
+_OWN_WINDOWS = "data where some op has one; 0 B: the ring's"
+
 KNOBS: tuple[Knob, ...] = (
     Knob("launch", KERNEL, "s.launch(...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
     Knob("block_registers", KERNEL, "s.registers(...)", SetRegisters, "block_registers", words(*BLOCK_REGISTERS), _KEEPS, _CODE),
@@ -107,6 +109,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("publish", OP, "s[...].publish(...)", SetSplit, "publish", words(*PUBLISHES), _KEEPS, _CODE),
     Knob("merge", OP, "s[...].merge(...)", SetSplit, "merge", words(*MERGES), _ROUNDS, _CODE),
     Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
+    Knob("meeting_window", OP, "s[...].poll(meeting_window=...)", SetSplit, "meeting_window", Bytes(0), _KEEPS, _CODE, _OWN_WINDOWS),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),
     Knob("back_off", EDGE, "s.edge(..., ...).poll(back_off=...)", SetPoll, "back_off", Count(0), _KEEPS, _CODE, "nanoseconds"),

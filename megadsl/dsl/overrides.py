@@ -95,7 +95,7 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, publish, merge."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, meeting_window, publish, merge."""
 
     op: str
     changes: Changes

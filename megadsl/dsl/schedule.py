@@ -311,15 +311,23 @@ class OpHandle:
         self._block.record(SetSplit(self._op, (("residual", where),), span))
         return self
 
-    def poll(self, *, pause: int) -> OpHandle:
-        """How a block waits for the op's input: its first poll comes about ``pause`` nanoseconds (at most twice that; up to 1,000,000)
-        after its warps have met, or have published where they need not meet. Bit-identical.
+    def poll(self, *, pause: int | _Keep = _KEEP, meeting_window: int | _Keep = _KEEP) -> OpHandle:
+        """How a block waits for the op's input. Bit-identical.
 
-        What is polled in vain stands in the way of what other blocks still have to store. 0: at once. A warp that finishes,
-        s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind what it publishes.
+        pause: its first poll comes about so many nanoseconds (at most twice that; up to 1,000,000) after its warps have met, or have
+        published where they need not meet. What is polled in vain stands in the way of what other blocks still have to store. 0: at
+        once. A warp that finishes, s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind
+        what it publishes.
+        meeting_window: bytes of the weight stream that may be in flight meanwhile, from the last tiles of the op before until the input is
+        there (of an attention: until its splits are added), in place of the ring's meeting_window; 0: as the ring says.
         """
         span = caller_span()
-        self._block.record(SetSplit(self._op, (("pause", self._block.checked("poll pause", pause, 0, span)),), span))
+        given: Changes = ()
+        if not isinstance(pause, _Keep):
+            given += (("pause", self._block.checked("poll pause", pause, 0, span)),)
+        if not isinstance(meeting_window, _Keep):
+            given += (("meeting_window", self._block.checked("poll meeting_window", meeting_window, 0, span)),)
+        self._block.record(SetSplit(self._op, given, span))
         return self
 
     def publish(self, form: str) -> OpHandle:

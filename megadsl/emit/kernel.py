@@ -18,7 +18,7 @@ from megadsl.expr import decimal, to_cuda, to_text
 from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
-from megadsl.ir.plan import Instr, Item, Plan, Verb
+from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Verb
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
@@ -32,6 +32,7 @@ from megadsl.lower.scratch import SLOTS, loads_l2, scratch_member, slot_bytes
 from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
+from megadsl.lower.windows import begins_late, meeting_member, own_windows
 from megadsl.resources import templates
 
 
@@ -154,6 +155,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "copies_type": _COPIES[plan.tunables.copies],
         "one_lane": " && mk::ptx::lane_id() == 0" if plan.tunables.copies == "bulk" else "",
         **_scratches(plan),
+        **_windows(plan),
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
@@ -176,6 +178,23 @@ def _scratches(plan: Plan) -> dict[str, Any]:
     """Where loaders bring something into L2 by loads."""
     types = {role: f"mk::Scratch<{SLOTS}, {slot_bytes(ring)}>" for role, ring in plan.schedule.rings if loads_l2(plan.schedule, role)}
     return {"scratch": lambda role: types.get(role, ""), "scratch_member": scratch_member}
+
+
+def _windows(plan: Plan) -> dict[str, Any]:
+    """Where ops have windows of their own: what is told of whom."""
+    own = own_windows(plan.schedule)
+    first: dict[str, str] = {}  # title of an op's first phase in the consumers' program
+    consumer = next(p for p in plan.programs if p.kind == "consumer")
+    for phase in (phase for item in consumer.body for phase in (item.body if isinstance(item, LayerLoop) else (item,))):
+        first.setdefault(phase.op, phase.title)
+
+    def told_late(phase: Phase) -> str:
+        before = begins_late(plan.graph, plan.graph.op(phase.op)) if own and first[phase.op] == phase.title else None
+        return before.name if before is not None else ""
+
+    first_of_loop = {item.body[0].op for item in consumer.body if isinstance(item, LayerLoop)}
+    begins_loop = lambda phase: phase.op in first_of_loop  # noqa: E731
+    return {"own_windows": own, "meeting_member": meeting_member, "told_late": told_late, "begins_loop": begins_loop}
 
 
 def _expressions() -> dict[str, Any]:

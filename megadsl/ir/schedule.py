@@ -100,7 +100,8 @@ class OpSchedule:
     rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
     computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
-    pass between the meeting of the block and the first poll of the op's input. ``publish``: results are "staged" in shared memory
+    pass between the meeting of the block and the first poll of the op's input. ``meeting_window``: bytes that may be in flight from the
+    last tiles of the op before until the op's input is there; 0: as the ring says. ``publish``: results are "staged" in shared memory
     as the vectors that travel, or leave word by word from the "registers" of who has them. ``merge``: an attention's splits are added by
     whoever gathers them from an "exchange" of all blocks, or within a "cluster" of as many blocks as there are splits
     (rounding-changing)."""
@@ -117,6 +118,7 @@ class OpSchedule:
     gather: str | None = None
     residual: str = "block"
     pause: int = 0
+    meeting_window: int = 0
     publish: str = STAGED
     merge: str = MERGE_EXCHANGE
 

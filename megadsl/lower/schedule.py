@@ -342,6 +342,10 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         if not 0 <= op.pause <= LONGEST_PAUSE:
             where = asked.said(default, "pause", op.op)
             found.add(BAD_COUNT, where, what=f"pause of {op.op!r}, in nanoseconds,", value=op.pause, low=0, high=LONGEST_PAUSE)
+        if not 0 <= op.meeting_window <= machine.smem_per_block:
+            where, most = asked.said(default, "meeting_window", op.op), machine.smem_per_block
+            what = f"meeting_window of {op.op!r}, in bytes,"
+            found.add(BAD_COUNT, where, what=what, value=op.meeting_window, low=0, high=most)
         if _check_ways(graph, op, asked, found):
             _check_chunk(graph, schedule, op, asked, found)
         linear = graph.op(op.op)

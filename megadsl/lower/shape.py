@@ -18,6 +18,7 @@ from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_na
 from megadsl.lower.scratch import landed_area, loads_l2, scratch_record
 from megadsl.lower.tiling import tiling
 from megadsl.lower.warm import code_shape
+from megadsl.lower.windows import meeting_records, meeting_word, own_windows
 from megadsl.ops.custom import weight_elements
 from megadsl.types import PerLayer, round_up
 
@@ -77,7 +78,8 @@ def build_shape(
         schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
         memory.offset("gates"), memory.offset("meeting"), room, memory.offset("progress"),
     )  # fmt: skip
-    records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
+    records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory, schedule))]
+    records.extend(meeting_records(graph, schedule, memory.offset("meeting")))
     records.extend(code_shape(schedule))
     if schedule.sequences > 1:
         stride = signed(kv_bytes(graph, schedule.max_kv) // OFFSET_UNIT)
@@ -130,8 +132,11 @@ def _layer_tables(graph: Graph) -> Iterator[Record]:
         yield record(ROPE_TABLES, [[rope.tables.index(rope.at(layer)) for layer in range(graph.layers)]], "each layer's table of angles")
 
 
-def _smem(memory: Memory) -> tuple[int, ...]:
-    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "meeting", "sums"))
+def _smem(memory: Memory, schedule: Schedule) -> tuple[int, ...]:
+    meeting = memory.offset("meeting")
+    word = meeting_word(meeting, 0) if own_windows(schedule) else meeting
+    areas = [memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "sums")]
+    return (*areas[:-1], word, areas[-1])
 
 
 def _exchange(e: Exchange) -> Record:

@@ -70,6 +70,11 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
     return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
 
 
+def own_window(scene: Scene, op: str, before: int, after: int) -> float:
+    """As ``in_flight``, of the meetings for one op's input."""
+    return in_flight(scene, before, after) * scene.runs(op) / max(1, scene.hops)
+
+
 def code(scene: Scene, *, read: bool) -> float:
     """To read the kernel's code ahead, once a launch, or to leave it: what is gained is no more than what waits for it."""
     return COLD_US if read and scene.schedule.warm_up is None else TRIFLE_US if read else -COLD_US

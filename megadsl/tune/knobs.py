@@ -199,6 +199,11 @@ def _parts(scene: Scene) -> list[Subject]:
     return [(e.producer, e.producer) for e in scene.schedule.edges if e.value != scene.graph.op(e.producer).out]
 
 
+def _rings_meeting(scene: Scene) -> int:
+    ring = scene.schedule.rings[0][1]
+    return ring.meeting_window or ring.window
+
+
 def _edges(scene: Scene) -> list[Subject]:
     """All of them, each by its producer and a reader."""
     return [effects.ends(scene.graph, e.value, e.producer) for e in scene.schedule.edges]
@@ -401,6 +406,15 @@ TURNS: tuple[Turn, ...] = (
         _op_field("pause"),
         lambda scene, of: near(PAUSES, scene.schedule.op(of[0]).pause),
         _each_run(0.2),
+    ),
+    Turn(
+        knobs_of(OP)["meeting_window"],
+        _loaded,
+        lambda scene, of: scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene),
+        lambda scene, of: near(WINDOWS, scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene)),
+        lambda scene, of, value: effects.own_window(
+            scene, of[0], scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene), _number(value)
+        ),
     ),
     Turn(
         knobs_of(EDGE)["back_off"],

@@ -113,7 +113,7 @@ struct Tape {
   u32 first_epoch;  // of the launch
   S scratch;
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {}, All sequences = {},
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, typename R::Bound window, Step first, u32 gate_rounds, W w = {}, All sequences = {},
               S loads = {})
       : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w), all(sequences),
         first_epoch(first.epoch), scratch(loads) {}

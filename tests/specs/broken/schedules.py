@@ -65,6 +65,18 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def large_meeting(s: ScheduleBlock) -> None:
+    s["o_proj"].poll(meeting_window=1024 * KIB)
+    # MK166 `s["o_proj"].poll(` | meeting_window of 'o_proj', in bytes, is 1048576 | choose a value from 0 to 232448
+    # mend: 1024 * KIB => «0 to (\d+)»
+
+
+def meeting_of_a_table(s: ScheduleBlock) -> None:
+    s["embed"].poll(meeting_window=16 * KIB)
+    # MK158 `s["embed"].poll(` | 'embed' has no input to poll | poll(...) is for linears and attention
+    # mend: embed => qkv_proj
+
+
 def width_of_parts(s: ScheduleBlock) -> None:
     s.edge("attention", "attention").poll(width=2)
     # MK235 `s.edge("attention", "attention").poll(` | width of 'attention.parts' decides nothing: parts are polled as | leave it out
