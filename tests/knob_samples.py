@@ -73,6 +73,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
         Sample("op o_proj: meeting_window = 8 KiB"),
         Sample("op down_proj: meeting_window = 96 KiB", "op down_proj: meeting_window = 1 B"),
     ),
+    ("op", "dry_run"): (Sample("op gate_up_proj: dry_run = yes\nop down_proj: dry_run = yes\nop lm_head: dry_run = yes"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (
         Sample("edge qkv_proj -> attention: sync = sentinel"),
@@ -116,6 +117,7 @@ op o_proj: hint = evict_last
 op o_proj: residual = exchange
 op o_proj: pause = 200
 op gate_up_proj: meeting_window = 16 KiB
+op down_proj: dry_run = yes
 op attention: split_kv = 2
 op o_proj: sync = flag(slots = 4)
 edge qkv_proj -> attention: sync = sentinel(slots = 8)

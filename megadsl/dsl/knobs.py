@@ -110,6 +110,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("merge", OP, "s[...].merge(...)", SetSplit, "merge", words(*MERGES), _ROUNDS, _CODE),
     Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
     Knob("meeting_window", OP, "s[...].poll(meeting_window=...)", SetSplit, "meeting_window", Bytes(0), _KEEPS, _CODE, _OWN_WINDOWS),
+    Knob("dry_run", OP, "s[...].dry_run(...)", SetSplit, "dry_run", Words((("no", False), ("yes", True))), _KEEPS, _CODE),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),
     Knob("back_off", EDGE, "s.edge(..., ...).poll(back_off=...)", SetPoll, "back_off", Count(0), _KEEPS, _CODE, "nanoseconds"),

@@ -95,7 +95,8 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, meeting_window, publish, merge."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, meeting_window, dry_run, publish,
+    merge."""
 
     op: str
     changes: Changes

@@ -330,6 +330,18 @@ class OpHandle:
         self._block.record(SetSplit(self._op, given, span))
         return self
 
+    def dry_run(self, on: bool = True) -> OpHandle:
+        """Whether a linear's loop of products runs once for nothing while its input is waited for. Bit-identical.
+
+        It multiplies the op's first tiles by themselves, if they have landed, waits for nothing and leaves nothing: what the products
+        then find is their own code, fetched. For inputs of up to 4 tokens that arrive in shared memory; no tiles are held in registers
+        then.
+        """
+        span = caller_span()
+        self._block.choice("dry_run", on, (True, False), span)
+        self._block.record(SetSplit(self._op, (("dry_run", on),), span))
+        return self
+
     def publish(self, form: str) -> OpHandle:
         """How an op's results leave a block. Bit-identical.
 

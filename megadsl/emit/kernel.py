@@ -19,6 +19,7 @@ from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Verb
+from megadsl.lower.dry import dry_stages
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
@@ -138,6 +139,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
         "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
         "ways": lambda op: plan.schedule.op(op.name).ways,
+        "dry_stages": lambda op: dry_stages(op, plan.graph, plan.schedule),
         "together": lambda op: tiles_together(op, plan.schedule, plan.graph.tokens),
         **_wires(plan),
         **_steps(plan),

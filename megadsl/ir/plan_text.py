@@ -72,6 +72,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
         scale += ", gathered into registers" if op.gather == REGISTERS else ""
         scale += f", polled after {op.pause} ns" if op.pause else ""
         scale += f", {op.meeting_window} bytes in flight until its input is there" if op.meeting_window else ""
+        scale += ", a dry run of its products ahead of its input" if op.dry_run else ""
         scale += ", published from registers" if op.publish == REGISTERS else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 

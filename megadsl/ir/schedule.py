@@ -101,7 +101,9 @@ class OpSchedule:
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
     computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
     pass between the meeting of the block and the first poll of the op's input. ``meeting_window``: bytes that may be in flight from the
-    last tiles of the op before until the op's input is there; 0: as the ring says. ``publish``: results are "staged" in shared memory
+    last tiles of the op before until the op's input is there; 0: as the ring says. ``dry_run``: while its input is
+    waited for, a linear's loop of products runs once over its first tiles, for nothing, so that its code has been fetched.
+    ``publish``: results are "staged" in shared memory
     as the vectors that travel, or leave word by word from the "registers" of who has them. ``merge``: an attention's splits are added by
     whoever gathers them from an "exchange" of all blocks, or within a "cluster" of as many blocks as there are splits
     (rounding-changing)."""
@@ -119,6 +121,7 @@ class OpSchedule:
     residual: str = "block"
     pause: int = 0
     meeting_window: int = 0
+    dry_run: bool = False
     publish: str = STAGED
     merge: str = MERGE_EXCHANGE
 

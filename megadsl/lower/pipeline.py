@@ -16,6 +16,7 @@ from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.builder import Builder
 from megadsl.lower.cluster import check_clusters
 from megadsl.lower.direct import choose_gathers
+from megadsl.lower.dry import check_dry_runs
 from megadsl.lower.edges import check_edges
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
@@ -106,6 +107,7 @@ def _schedule(state: Lowering) -> None:
     check_edges(state.graph, state.schedule, state.overrides)
     check_warm_up(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
+    check_dry_runs(state.graph, state.schedule, state.overrides)
     verify_graph(state.graph)
 
 

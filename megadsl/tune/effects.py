@@ -24,6 +24,7 @@ TAG_US = 0.4  # unpacking and the extra vectors of a tagged gather
 STARVES = 48 * KIB  # fewer bytes in flight, and HBM idles
 COLD_US = 2.0  # that a launch's first pass over code may wait for memory, where it has left L2
 CATCH_UP = 1.6  # the rate of L2 behind loads, as a multiple of memory's
+FETCH_US = 0.1  # that products may wait for their code, in each layer
 TRIFLE_US = 0.5  # of a change that the model knows nothing of
 
 
@@ -73,6 +74,11 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
 def own_window(scene: Scene, op: str, before: int, after: int) -> float:
     """As ``in_flight``, of the meetings for one op's input."""
     return in_flight(scene, before, after) * scene.runs(op) / max(1, scene.hops)
+
+
+def dry(scene: Scene, op: str, *, on: bool) -> float:
+    """Code of a loop that has been fetched, against one iteration of it, and tiles that are no more held in registers."""
+    return (FETCH_US if on else -FETCH_US / 2) * scene.runs(op)
 
 
 def code(scene: Scene, *, read: bool) -> float:

@@ -417,6 +417,13 @@ TURNS: tuple[Turn, ...] = (
         ),
     ),
     Turn(
+        knobs_of(OP)["dry_run"],
+        _linears,
+        _op_field("dry_run"),
+        lambda scene, of: [on for on in (True, False) if on != scene.schedule.op(of[0]).dry_run],
+        lambda scene, of, value: effects.dry(scene, of[0], on=bool(value)),
+    ),
+    Turn(
         knobs_of(EDGE)["back_off"],
         _edges,
         lambda scene, edge: _edge_of(scene, edge).back_off,

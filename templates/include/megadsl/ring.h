@@ -167,6 +167,12 @@ struct Reader {
     for (u32 i = 0; i < count; ++i, there.advance())
       wait_barrier<typename R::Copies>(cx, site, tile + i, ring.full + there.slot, there.parity);
   }
+  // Whether the stage `ahead` positions further on has landed, without waiting for it.
+  MK_DEV bool landed(u32 ahead) const {
+    Cursor<R::kStages> there = at;
+    for (u32 i = 0; i < ahead; ++i) there.advance();
+    return ptx::mbar_test_wait(ring.full + there.slot, there.parity);
+  }
   MK_DEV smem_ptr<char> stage(u32 ahead) const {
     const u32 slot = at.slot + ahead;
     return ring.stage(slot < R::kStages ? slot : slot - R::kStages);

@@ -65,6 +65,18 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def dry_attention(s: ScheduleBlock) -> None:
+    s["attention"].dry_run()
+    # MK236 `s["attention"].dry_run(` | 'attention' cannot run dry: it multiplies no tiles | let linears run dry
+    # mend: s["attention"] => s["lm_head"].gather("shared")
+
+
+def dry_and_held(s: ScheduleBlock) -> None:
+    s["lm_head"].gather("shared").prefetch(registers=2).dry_run()
+    # MK236 `s["lm_head"].gather("shared").prefetch(registers=2).dry_run(` | its first tiles are held in registers | or leave .dry_run() out
+    # mend: prefetch(registers=2) => «prefetch(registers=0)»
+
+
 def large_meeting(s: ScheduleBlock) -> None:
     s["o_proj"].poll(meeting_window=1024 * KIB)
     # MK166 `s["o_proj"].poll(` | meeting_window of 'o_proj', in bytes, is 1048576 | choose a value from 0 to 232448
