@@ -29,6 +29,7 @@ from megadsl.lower.launches import entries, sequence
 from megadsl.lower.pipeline import Lowering, lower
 from megadsl.lower.shape import kv_strides
 from megadsl.lower.steps import feeds_itself
+from megadsl.lower.warm import code_word
 from megadsl.machine import DEFAULT_ARCH, Machine, machine
 from megadsl.ops.cost import floor_seconds, kv_bytes_per_token, total_cost
 from megadsl.trace.layout import describe
@@ -156,6 +157,7 @@ def _manifest(model: str, state: Lowering, target: Machine, chosen: Chosen, chec
         "sites": [{"id": s.id, "role": s.role, "op": s.op, "kind": s.kind, "span": s.span.short, "expects": s.expects} for s in plan.sites],
         "pack": [asdict(r) for r in plan.packs],
         "random": {t.name: t.random for t in state.spec.tensors.values() if t.random is not None},
+        "code_word": code_word(plan.shape),
         "shape": [word for record in plan.shape for word in record.words],
     }
 

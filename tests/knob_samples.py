@@ -42,6 +42,10 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("kernel", "warps"): (Sample("warps = 5"),),
     ("kernel", "batch"): (Sample("batch = 1"), Sample("batch = 5")),
     ("kernel", "max_kv"): (Sample("max_kv = 160"),),
+    ("kernel", "warm_code"): (Sample("warm_code = loader"), Sample("warm_code = consumer")),
+    ("kernel", "warm_code_blocks"): (Sample("warm_code_blocks = 2", "warm_code = loader"),),
+    ("kernel", "warm_code_part"): (Sample("warm_code_part = whole", "warm_code = loader"),),
+    ("kernel", "warm_code_every"): (Sample("warm_code_every = 3", "warm_code = consumer"),),
     ("role", "kind"): (Sample(KV_LOADER),),
     ("role", "warps"): (Sample("role consumer: warps = 5"),),
     ("ring", "stages"): (Sample("ring weights: stages = 3"), Sample("ring weights: stages = 1")),
@@ -52,6 +56,7 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ("op", "smem"): (Sample("op o_proj: smem = none\nop attention: smem = none"),),
     ("op", "registers"): (Sample("op o_proj: registers = 2\nop qkv_proj: registers = 2\nop attention: registers = 0"),),
     ("op", "l2"): (Sample(L2), Sample("op down_proj: l2 = 1 KiB", "op down_proj: l2 = 2 KiB\nop down_proj: ahead_of = qkv_proj")),
+    ("op", "l2_by"): (Sample("op o_proj: l2_by = load", L2),),
     ("op", "ahead_of"): (Sample("op o_proj: ahead_of = qkv_proj", L2),),
     ("op", "hint"): (Sample("op o_proj: hint = evict_last\nop attention: hint = evict_first"),),
     ("op", "split_kv"): (Sample("op attention: split_kv = 1"), Sample("op attention: split_kv = 3")),
@@ -66,11 +71,18 @@ SAMPLES: dict[tuple[str, str], tuple[Sample, ...]] = {
     ),
     ("op", "merge"): (Sample("op attention: merge = cluster", ALL_SENTINELS + "\nblocks = 4\nop attention: split_kv = 2"),),
     ("op", "pause"): (Sample("op o_proj: pause = 300\nop attention: pause = 100\nop down_proj: pause = 1"),),
+    ("op", "meeting_window"): (
+        Sample("op o_proj: meeting_window = 8 KiB"),
+        Sample("op down_proj: meeting_window = 96 KiB", "op down_proj: meeting_window = 1 B"),
+    ),
+    ("op", "dry_run"): (Sample("op gate_up_proj: dry_run = yes\nop down_proj: dry_run = yes\nop lm_head: dry_run = yes"),),
     ("op", "sync"): (Sample("op o_proj: sync = flag(slots = 4)\nop qkv_proj: sync = sentinel"),),
     ("edge", "sync"): (
         Sample("edge qkv_proj -> attention: sync = sentinel"),
         Sample("edge attention -> attention: sync = sentinel", "edge attention -> attention: sync = flag"),
     ),
+    ("edge", "back_off"): (Sample("edge o_proj -> gate_up_proj: back_off = 100\nedge attention -> attention: back_off = 50"),),
+    ("edge", "width"): (Sample("edge gate_up_proj -> down_proj: width = 1", fields=TWO_TILES),),
 }
 
 
@@ -94,6 +106,7 @@ block_registers = moved
 finish = block
 blocks = 3
 batch = 2
+warm_code = consumer
 ring weights: stage_bytes = 8 KiB
 op attention: loader = kv_loader
 op attention: smem = none
@@ -101,10 +114,15 @@ op o_proj: smem = ring
 op qkv_proj: registers = 2
 {L2}
 op o_proj: ahead_of = qkv_proj
+op o_proj: l2_by = load
 op o_proj: hint = evict_last
 op o_proj: residual = exchange
 op o_proj: pause = 200
+op gate_up_proj: meeting_window = 16 KiB
+op down_proj: dry_run = yes
 op attention: split_kv = 2
 op o_proj: sync = flag(slots = 4)
 edge qkv_proj -> attention: sync = sentinel(slots = 8)
+edge o_proj -> gate_up_proj: back_off = 100
+edge o_proj -> gate_up_proj: width = 1
 """

@@ -112,7 +112,7 @@ def test_a_plan_for_a_newer_machine_is_refused() -> None:
     [
         (lambda s: s.registers("moved"), "MK245", "sm_86 has no setmaxnreg"),
         (lambda s: s.launch("op"), "MK167", "one op a launch needs 'dependent_launch', which sm_86 does not have"),
-        (lambda s: s["o_proj"].prefetch(l2=1024), "MK167", "l2 prefetch needs 'l2_bulk_prefetch', which sm_86 does not have"),
+        (lambda s: s["o_proj"].prefetch(l2=1024), "MK167", "l2 prefetch by an instruction needs 'l2_bulk_prefetch', which sm_86 does"),
         (lambda s: s.ring("weights", stages=7), "MK170", "sm_86 gives a block 101376"),
         (lambda s: s.blocks(83), "MK163", "sm_86 runs at most 82 at once"),
     ],

@@ -170,6 +170,7 @@ ELSEWHERE: dict[str, str] = {
     "MK522": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK523": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK524": "test_check_mutants.py::test_a_broken_plan_is_refused",
+    "MK525": "test_overlap_l2.py::test_a_scratch_that_is_read",
     "MK530": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK531": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK532": "test_check_mutants.py::test_a_broken_plan_is_refused",
@@ -184,6 +185,7 @@ ELSEWHERE: dict[str, str] = {
     "MK546": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK547": "test_check_mutants.py::test_a_broken_plan_is_refused",
     "MK550": "test_check_mutants.py::test_budgets",
+    "MK551": "test_overlap_code.py::test_a_share_for_a_block_that_is_not_there",
     "MK560": "test_kernel_launches.py::test_broken_launches_are_found",
     "MK561": "test_check_mutants.py::test_a_broken_plan_is_refused",
 }

@@ -200,7 +200,8 @@ def test_what_an_architecture_lacks_is_refused_where_it_was_said_for_all() -> No
     found = findings(lambda: compiled("sm_86"))
     assert {d.code for d in found} == {"MK167", "MK245"} and all("mk.schedule(kernel, arch=...)" in d.mend for d in found)
     lacking = one(found, "MK167")
-    assert lacking.message == "l2 prefetch needs 'l2_bulk_prefetch', which sm_86 does not have" and "# here" in lacking.span.text
+    assert lacking.message == "l2 prefetch by an instruction needs 'l2_bulk_prefetch', which sm_86 does not have"
+    assert "# here" in lacking.span.text
 
 
 def test_a_block_that_fails_leaves_the_kernel_alone() -> None:

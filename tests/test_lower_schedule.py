@@ -227,13 +227,17 @@ def test_few_consumer_warps_for_many_tokens() -> None:
     assert "the number of consumer warps is 1" in found.message and "from 2 to 31" in found.mend
 
 
-@pytest.mark.parametrize(("feature", "what"), [("async_copy", "the ring"), ("mbarrier", "the ring"), ("l2_bulk_prefetch", "l2 prefetch")])
+@pytest.mark.parametrize(
+    ("feature", "what"), [("async_copy", "the ring"), ("mbarrier", "the ring"), ("l2_bulk_prefetch", "l2 prefetch by an instruction")]
+)
 def test_an_architecture_that_lacks_something(feature: str, what: str) -> None:
     lacking = replace(GPU, features=GPU.features - {feature})
     kernel = step_kernel()
     found = one(findings(lambda: lowered(kernel, lambda s: s["o_proj"].prefetch(l2=MIB) and None, on=lacking)), "MK167")
     assert found.message == f"{what} needs {feature!r}, which sm_90a does not have"
-    alone = "" if what == "the ring" else "; mk.schedule(kernel, arch=...) decides for one architecture alone"
+    alone = (
+        "" if what == "the ring" else '; or use .prefetch(l2_by="load"); mk.schedule(kernel, arch=...) decides for one architecture alone'
+    )
     assert found.mend == f"compile for one of: {', '.join(a for a, m in MACHINES.items() if feature in m.features)}{alone}"
     if what == "the ring":
         assert found.span.line == line_of(kernel, "@mk.kernel")

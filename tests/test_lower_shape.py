@@ -14,6 +14,7 @@ import pytest
 from lower_tools import GPU, lowered, model, with_op
 
 from megadsl.driver import compile_model
+from megadsl.dsl.overrides import Overrides, SetPrefetch, SetWarmUp
 from megadsl.ir.graph import Attention, Embed, Linear
 from megadsl.ir.plan import Plan, Record
 from megadsl.lower.columns import share_begin, share_owner
@@ -24,10 +25,13 @@ from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES
 from megadsl.lower.shape import ALL_ROWS, divisor_inverse, float_bits, ident, kv_strides
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
+from megadsl.source import UNKNOWN
 
 HEADERS = include() / "megadsl"
 UNIT = 16  # bytes: what offsets into arenas count in
 CUSTOM = {"mk::CustomShape", "mk::RowsShape"}  # of ops that no model of ours has: tests/test_custom_ops.py
+WARM_UP = SetWarmUp((("warm_up", "loader"), ("warm_blocks", 2), ("warm_part", "whole"), ("warm_every", 5)), UNKNOWN)
+WARM = Overrides("sm_90a", (WARM_UP, SetPrefetch("o_proj", (("l2_bytes", 4096), ("l2_by", "load")), UNKNOWN)))
 TAKEN = ("llama-tiny-odd", 5, 3)  # model, tokens, blocks: sizes that no tile divides, so that fields that change places are noticed
 
 
@@ -82,11 +86,22 @@ def test_every_record_has_as_many_words_as_its_struct_has_fields(name: str) -> N
         *state("gemma2-tiny").shape,
         *clustered_plan().shape,
         *compile_model("llama-tiny", tokens=2, sequences=2, kv_page=16, blocks=3).plan.shape,
+        *compile_model("llama-tiny", blocks=3, schedule=WARM).plan.shape,
     )
     filled = {r.type for r in (*shape, *others) if not r.type.startswith("mk::LayerTable")}
     assert filled - {"mk::i32"} == structs().keys() - CUSTOM, "a struct nobody fills, or a header that is not read"
     assert len({r.name for r in shape}) == len(shape)
     assert all(-(2**31) <= word < 2**31 for r in shape for word in r.words)
+
+
+def test_code_that_is_read_ahead() -> None:
+    made = compile_model("llama-tiny", blocks=3, schedule=WARM).plan
+    (record,) = (r for r in made.shape if r.type == "mk::CodeShape")
+    assert dict(zip(structs()[record.type], record.words, strict=True)) == {"bytes": 0, "blocks": 2, "whole": 1, "every": 5}
+    (record,) = (r for r in made.shape if r.type == "mk::ScratchShape")
+    areas = {a.name: a.offset for a in made.areas}
+    wanted = {"at": areas["scratch.loader"], "landed": areas["scratch_barriers.loader"]}
+    assert dict(zip(structs()[record.type], record.words, strict=True)) == wanted
 
 
 def test_layers_that_differ_and_maps_of_rows() -> None:

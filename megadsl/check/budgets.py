@@ -6,6 +6,7 @@ from megadsl.check.model import Device
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
 from megadsl.ir.plan import Plan
+from megadsl.ir.schedule import INSTRUCTION
 from megadsl.machine import Machine
 
 WARP_THREADS = 32
@@ -25,7 +26,7 @@ def needed_features(plan: Plan) -> list[str]:
         "dependent_launch": plan.schedule.scope != "step",
         "cluster": plan.schedule.cluster > 1,
         "st_async": plan.schedule.cluster > 1,
-        "l2_bulk_prefetch": any(op.prefetch.l2_bytes for op in plan.schedule.ops),
+        "l2_bulk_prefetch": any(op.prefetch.l2_bytes and op.prefetch.l2_by == INSTRUCTION for op in plan.schedule.ops),
     }
     return [name for name, is_needed in needed.items() if is_needed]
 

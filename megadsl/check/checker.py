@@ -7,12 +7,14 @@ import time
 from megadsl.check.budgets import check_budgets
 from megadsl.check.clocks import check_exchanges
 from megadsl.check.clusters import check_clusters
+from megadsl.check.code import check_code
 from megadsl.check.launches import check_launches
 from megadsl.check.memory import check_memory
 from megadsl.check.model import Device
 from megadsl.check.pages import check_pages
 from megadsl.check.report import Findings, Report
 from megadsl.check.ring import check_rings
+from megadsl.check.ring_sizes import check_scratches
 from megadsl.check.shares import check_shares
 from megadsl.check.steps import check_steps
 from megadsl.check.wires import check_wires
@@ -33,6 +35,7 @@ def check_plan(plan: Plan, on: Machine | None = None) -> Report:
     if not findings.found:
         proved += [*check_exchanges(device, findings), *check_memory(device, findings), *check_steps(device, findings)]
         proved += check_rings(device, findings) if plan.schedule.scope == "step" else check_launches(device, findings)
+    proved += [*check_scratches(device, findings), *check_code(device, findings)]
     proved += check_budgets(device, on or machine(plan.schedule.arch), findings)
     lines = () if findings.found else tuple(proved)
     return Report(tuple(findings.found), time.perf_counter() - begin, lines)

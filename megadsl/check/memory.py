@@ -19,6 +19,7 @@ from megadsl.diagnostics import declare
 from megadsl.ir.plan import Area
 from megadsl.lower.memory import ABORT_BYTES, SEQUENCES_BYTES
 from megadsl.lower.steps import progress_bytes
+from megadsl.lower.windows import PLACE, own_windows
 from megadsl.source import Span
 
 RACE = declare(
@@ -48,6 +49,7 @@ def check_memory(device: Device, findings: Findings) -> list[str]:
     """Every kind of block: no race, no clobbered area, nothing outside its area."""
     _overlaps(device, findings)
     _reserved(device, findings)
+    _meetings(device, findings)
     kinds = block_kinds(device)
     count = 0
     for block in kinds:
@@ -181,6 +183,21 @@ def _inside(a: Access, areas: dict[str, Area], findings: Findings) -> None:
             (a.area, [f"{area.offset} to {area.offset + area.bytes}" if area else "-"]),
         ]
         findings.add(OUTSIDE, a.step.instr.span, rows, op=a.step.instr.op, area=a.area, begin=a.begin, end=end)
+
+
+def _meetings(device: Device, findings: Findings) -> None:
+    """Where ops tell windows of their own, each tells them in the word that the loaders look at."""
+    if not own_windows(device.plan.schedule):
+        return
+    at = next(a.offset for a in device.plan.areas if a.name == "meeting")
+    told = (r for r in device.plan.shape if r.type == "mk::i32" and r.name.endswith("_meeting"))
+    words = {r.name: r.words[0] for r in told} | {"smem": device.records["smem"][6]}
+    for name, word in words.items():
+        place, window = word & ((1 << PLACE) - 1), word >> PLACE
+        if place != at or window == 0:
+            rows = [("consumer", [f"{name}: byte {place}, {window} units"]), ("loader", [f"byte {at}, 1 unit or more"])]
+            span = device.plan.graph.span
+            findings.add(OUTSIDE, span, rows, op="every role", what=name, area="meeting", begin=place, end=place + 4)
 
 
 def _reserved(device: Device, findings: Findings) -> None:

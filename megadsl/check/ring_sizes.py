@@ -9,6 +9,9 @@ from megadsl.diagnostics import declare
 from megadsl.ir.plan import Program
 from megadsl.lower.launches import AWAIT
 from megadsl.lower.memory import TAPE_ENTRY_BYTES
+from megadsl.lower.programs import instructions
+from megadsl.lower.scratch import BARRIER_BYTES as SCRATCH_BARRIER
+from megadsl.lower.scratch import SLOTS, landed_area, scratch_area, slot_bytes
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.types import ceil_div
 
@@ -16,6 +19,11 @@ ARRIVALS = declare(
     "MK522",
     "ring {ring!r} waits for {expected} arrivals per stage, {arriving} consumer warps let go of one",
     "let every consumer warp take part: the barrier's count and the role's warps are one number",
+)
+READ = declare(
+    "MK525",
+    "{op!r} reads {area!r}, where copies land in any order that are for L2 alone",
+    "read what the ring holds: a scratch is overwritten while it lies there",
 )
 SMALL = declare("MK523", "{what} needs {need} bytes, it has {have}", "use larger stages, or fewer vectors and chunks")
 
@@ -33,6 +41,8 @@ def check_sizes(device: Device, findings: Findings) -> None:
         ring, role = plan.schedule.ring(program.role), program.role
         needs = [(f"ring.{role}", ring.stages * ring.stage_bytes), (f"barriers.{role}", 2 * 8 * ring.stages)]
         needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * tape_entries(device, program)))
+        if any("by" in step.instr.args for step in device.steps(program, 1)):
+            needs += [(scratch_area(role), SLOTS * slot_bytes(ring)), (landed_area(role), SLOTS * SCRATCH_BARRIER)]
         for what, need in needs:
             if areas[what].bytes < need:
                 findings.add(
@@ -48,6 +58,18 @@ def check_sizes(device: Device, findings: Findings) -> None:
             if need > ring.stage_bytes:
                 rows = [(role, [shown(step.instr)]), (f"stage of {ring.name}", [f"{ring.stage_bytes} bytes"])]
                 findings.add(SMALL, step.instr.span, rows, what=f"a stage for {step.instr.op!r}", need=need, have=ring.stage_bytes)
+
+
+def check_scratches(device: Device, findings: Findings) -> list[str]:
+    """Nobody reads what loaders bring into L2 by loads, so that nothing has to be ordered behind them."""
+    loads = {r.name: i for p in device.plan.programs for i in instructions(p.body) if "by" in i.args for r in i.writes if r.space == "smem"}
+    for program in device.plan.programs:
+        for instr in instructions(program.body):
+            for region in instr.reads:
+                if region.space == "smem" and region.name in loads:
+                    rows = [("loader", [shown(loads[region.name])]), (program.role, [shown(instr)])]
+                    findings.add(READ, instr.span, rows, op=instr.op, area=region.name)
+    return [f"L2: nobody reads {', '.join(loads)}, whose copies are bounded by its slots"] if loads else []
 
 
 def _stage_need(device: Device, step: Step, records: dict[str, int]) -> int:

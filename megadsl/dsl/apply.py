@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import (
@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -26,6 +27,7 @@ from megadsl.dsl.overrides import (
     SetStart,
     SetSync,
     SetTrigger,
+    SetWarmUp,
     of_the_kernel,
 )
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, kept_values
@@ -61,6 +63,7 @@ _FOR: dict[str, tuple[Callable[[Op], bool], str, str, str]] = {
         "linears that add to their rows, and maps of rows",
     ),
     "pause": (lambda op: isinstance(op, Linear | Attention), "input to poll", "poll(...)", "linears and attention"),
+    "meeting_window": (lambda op: isinstance(op, Linear | Attention), "input to poll", "poll(...)", "linears and attention"),
     "publish": (
         lambda op: not isinstance(op, Embed) and op.out is not None,
         "results of its own to send",
@@ -73,8 +76,8 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
 _ORDER = (
-    SetRole, SetRing, SetCount, SetScope, SetStart, SetTrigger, SetRegisters, SetFinish, SetLoader, SetPrefetch, SetSplit, SetScale,
-    SetSync,
+    SetRole, SetRing, SetCount, SetScope, SetStart, SetTrigger, SetRegisters, SetFinish, SetWarmUp, SetLoader, SetPrefetch, SetSplit,
+    SetScale, SetSync, SetPoll,
 )  # fmt: skip
 
 
@@ -107,10 +110,20 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return replace(schedule, **of_the_kernel(record))  # type: ignore[arg-type]  # words
         case SetStart() | SetTrigger():
             return _launch(schedule, graph, record, found)
-        case SetSync():
-            return _sync(schedule, graph, record, found)
+        case SetWarmUp():
+            return _warm_up(schedule, record, found)
+        case SetSync() | SetPoll():
+            return _edge(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
             return _op(schedule, graph, record, found)
+
+
+def _warm_up(schedule: Schedule, record: SetWarmUp, found: Collector) -> Schedule:
+    changes = dict(record.changes)
+    role, names = changes.get("warm_up"), [r.name for r in schedule.roles]
+    if role is not None and not _known(ROLE_UNKNOWN, role, names, record.span, found):
+        return schedule
+    return replace(schedule, **changes)  # type: ignore[arg-type]  # keys are the Schedule's
 
 
 def _hint(name: object, known: Iterable[str]) -> str:
@@ -253,7 +266,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
             return replace(old, **changes)  # type: ignore[arg-type]  # keys are OpSchedule's
 
 
-def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -> Schedule:
+def _edge(schedule: Schedule, graph: Graph, record: SetSync | SetPoll, found: Collector) -> Schedule:
     names = [o.name for o in graph.ops]
     ends = [record.producer] + ([record.consumer] if record.consumer else [])
     known = [_known(OP_UNKNOWN, name, names, record.span, found) for name in ends]
@@ -267,4 +280,5 @@ def _sync(schedule: Schedule, graph: Graph, record: SetSync, found: Collector) -
     if not chosen:
         consumer = record.consumer or "any op"
         found.add(EDGE_UNKNOWN, record.span, consumer=consumer, producer=record.producer, known=", ".join(readers) or "none")
-    return replace(schedule, edges=tuple(replace(e, sync=record.sync) if e.value in chosen else e for e in schedule.edges))
+    changes: dict[str, Any] = {"sync": record.sync} if isinstance(record, SetSync) else dict(record.changes)
+    return replace(schedule, edges=tuple(replace(e, **changes) if e.value in chosen else e for e in schedule.edges))

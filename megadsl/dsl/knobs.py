@@ -18,6 +18,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -28,10 +29,11 @@ from megadsl.dsl.overrides import (
     SetStart,
     SetSync,
     SetTrigger,
+    SetWarmUp,
     recorded,
 )
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, GATHERS, HINTS, KINDS, PUBLISHES, RESIDUALS, SCALES
-from megadsl.ir.schedule import MERGES, SCOPES
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, MERGES, SCOPES
 
 KERNEL, ROLE, RING, OP, EDGE = SUBJECTS = ("kernel", "role", "ring", "op", "edge")  # in the order in which a file has them
 _Key: TypeAlias = tuple[int, int | tuple[str, ...], int]
@@ -63,6 +65,8 @@ _TRIGGERS = Name("an op of the layers; begin; end")
 _ROUNDS, _KEEPS = False, True  # bits
 _DATA, _CODE = False, True
 
+_OWN_WINDOWS = "data where some op has one; 0 B: the ring's"
+
 KNOBS: tuple[Knob, ...] = (
     Knob("launch", KERNEL, "s.launch(scope=...)", SetScope, "scope", words(*SCOPES), _KEEPS, _CODE),
     Knob("launch_start", KERNEL, "s.launch(..., start=...)", SetStart, "start", Name("an op of the layers"), _KEEPS, _CODE),
@@ -83,6 +87,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob("warps", KERNEL, "s.warps(...)", SetCount, "warps", Count(), _ROUNDS, _CODE, "of all roles"),
     Knob("batch", KERNEL, "s.batch(...)", SetCount, "batch", Count(), _KEEPS, _CODE),
     Knob("max_kv", KERNEL, "s.max_kv(...)", SetCount, "max_kv", Count(), _KEEPS, _DATA),
+    Knob("warm_code", KERNEL, "s.warm_code(role=...)", SetWarmUp, "warm_up", Name("a role", none="none"), _KEEPS, _CODE),
+    Knob("warm_code_blocks", KERNEL, "s.warm_code(..., blocks=...)", SetWarmUp, "warm_blocks", Count(none="all"), _KEEPS, _DATA),
+    Knob("warm_code_part", KERNEL, "s.warm_code(..., part=...)", SetWarmUp, "warm_part", words(*CODE_PARTS), _KEEPS, _DATA),
+    Knob("warm_code_every", KERNEL, "s.warm_code(..., every=...)", SetWarmUp, "warm_every", Count(), _KEEPS, _DATA),
     Knob("kind", ROLE, "s.role(..., kind=...)", SetRole, "kind", words(*KINDS), _KEEPS, _CODE, "adds a role"),
     Knob("warps", ROLE, "s.role(..., warps=...)", SetRole, "warps", Count(), _ROUNDS, _CODE),
     Knob("stages", RING, "s.ring(..., stages=...)", SetRing, "stages", Count(), _KEEPS, _CODE),
@@ -93,6 +101,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("smem", OP, "s[...].prefetch(smem=...)", SetPrefetch, "smem", _SMEM, _KEEPS, _CODE),
     Knob("registers", OP, "s[...].prefetch(registers=...)", SetPrefetch, "registers", Count(0, none="auto"), _KEEPS, _CODE),
     Knob("l2", OP, "s[...].prefetch(l2=...)", SetPrefetch, "l2_bytes", Bytes(0), _KEEPS, _CODE, "data beyond 0"),
+    Knob("l2_by", OP, "s[...].prefetch(l2_by=...)", SetPrefetch, "l2_by", words(*L2_BY), _KEEPS, _CODE),
     Knob("ahead_of", OP, "s[...].prefetch(ahead_of=...)", SetPrefetch, "ahead_of", Name("an op", none="none"), _KEEPS, _CODE),
     Knob("hint", OP, "s[...].prefetch(hint=...)", SetPrefetch, "hint", words(*HINTS), _KEEPS, _CODE),
     Knob("split_kv", OP, "s[...].split(kv=...)", SetSplit, "splits", Count(), _ROUNDS, _CODE, "mostly data"),
@@ -105,8 +114,12 @@ KNOBS: tuple[Knob, ...] = (
     Knob("publish", OP, "s[...].publish(...)", SetSplit, "publish", words(*PUBLISHES), _KEEPS, _CODE),
     Knob("merge", OP, "s[...].merge(...)", SetSplit, "merge", words(*MERGES), _ROUNDS, _CODE),
     Knob("pause", OP, "s[...].poll(pause=...)", SetSplit, "pause", Count(0), _KEEPS, _CODE, "nanoseconds; data beyond 0"),
+    Knob("meeting_window", OP, "s[...].poll(meeting_window=...)", SetSplit, "meeting_window", Bytes(0), _KEEPS, _CODE, _OWN_WINDOWS),
+    Knob("dry_run", OP, "s[...].dry_run(...)", SetSplit, "dry_run", Words((("no", False), ("yes", True))), _KEEPS, _CODE),
     Knob("sync", OP, "s[...].sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE),
     Knob("sync", EDGE, "s.edge(..., ...).sync(...)", SetSync, "sync", Syncs(), _KEEPS, _CODE, "rounds where parts become tagged"),
+    Knob("back_off", EDGE, "s.edge(..., ...).poll(back_off=...)", SetPoll, "back_off", Count(0), _KEEPS, _CODE, "nanoseconds"),
+    Knob("width", EDGE, "s.edge(..., ...).poll(width=...)", SetPoll, "width", Count(0), _KEEPS, _CODE, "0: the compiler chooses"),
 )
 
 
@@ -156,6 +169,8 @@ def _decides(d: Decision) -> tuple[object, ...]:
     """What a later decision of the same replaces: an edge is its value, whichever of its readers is named."""
     if d.record is SetSync:
         return SetSync, d.subject[0], len(d.subject) > 1 and d.subject[0] == d.subject[1]
+    if d.record is SetPoll:
+        return SetPoll, d.field, d.subject[0], d.subject[0] == d.subject[1]
     return d.record, d.subject, d.field
 
 

@@ -66,6 +66,14 @@ class SetFinish:
 
 
 @dataclass(frozen=True)
+class SetWarmUp:
+    """How the kernel's code is read ahead: warm_up, warm_blocks, warm_part, warm_every of the Schedule."""
+
+    changes: Changes
+    span: Span = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True)
 class SetRole:
     """Fields of a role: warps, kind. With a kind the role need not exist: it is added."""
 
@@ -103,7 +111,8 @@ class SetPrefetch:
 
 @dataclass(frozen=True)
 class SetSplit:
-    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, publish, merge."""
+    """Fields of an op's OpSchedule: splits, share_offset, chunk, ways, gather, residual, pause, meeting_window, dry_run, publish,
+    merge."""
 
     op: str
     changes: Changes
@@ -129,9 +138,19 @@ class SetSync:
     span: Span = dataclasses.field(compare=False)
 
 
+@dataclass(frozen=True)
+class SetPoll:
+    """How the readers of the value that ``producer`` gives poll it: back_off, width; ``consumer`` as in SetSync."""
+
+    producer: str
+    consumer: str
+    changes: Changes
+    span: Span = dataclasses.field(compare=False)
+
+
 Override: TypeAlias = (
-    SetCount | SetScope | SetStart | SetTrigger | SetRegisters | SetFinish | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit
-    | SetScale | SetSync
+    SetCount | SetScope | SetStart | SetTrigger | SetRegisters | SetFinish | SetWarmUp | SetRole | SetRing | SetLoader | SetPrefetch
+    | SetSplit | SetScale | SetSync | SetPoll
 )  # fmt: skip
 # Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
 _OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
@@ -176,10 +195,11 @@ class Overrides:
 
 
 # What launches of less than a step cannot follow, and results do not depend on; a layer's have half the shared memory for their rings.
+_WARM = ("warm_up", "warm_blocks", "warm_part", "warm_every")
 _NOT_IN = {
     "step": {"start", "trigger"},
-    "op": {"start", "trigger", "publish", "merge", "finish"},
-    "layer": {"publish", "merge", "finish", "stages"},
+    "op": {"start", "trigger", "publish", "merge", "finish", *_WARM},
+    "layer": {"publish", "merge", "finish", "stages", *_WARM},
 }
 
 
@@ -204,12 +224,8 @@ def decided(record: Override) -> Iterator[Decision]:
         case SetScope() | SetStart() | SetTrigger() | SetRegisters() | SetFinish():
             name, attribute = _OF_THE_KERNEL[type(record)]
             yield Decision(type(record), (), name, getattr(record, attribute), record.span)
-        case SetRole():
-            yield from (Decision(SetRole, (record.role,), name, value, record.span) for name, value in record.changes)
-        case SetRing():
-            yield from (Decision(SetRing, (record.ring,), name, value, record.span) for name, value in record.changes)
-        case SetPrefetch() | SetSplit():
-            yield from (Decision(type(record), (record.op,), name, value, record.span) for name, value in record.changes)
+        case SetWarmUp() | SetRole() | SetRing() | SetPrefetch() | SetSplit() | SetPoll():
+            yield from (Decision(type(record), _subject(record), name, value, record.span) for name, value in record.changes)
         case SetLoader():
             yield Decision(SetLoader, (record.op,), "loader", record.role, record.span)
         case SetScale():
@@ -217,6 +233,20 @@ def decided(record: Override) -> Iterator[Decision]:
         case SetSync():
             ends = (record.producer,) if record.consumer is None else (record.producer, record.consumer)
             yield Decision(SetSync, ends, "sync", record.sync, record.span)
+
+
+def _subject(record: SetWarmUp | SetRole | SetRing | SetPrefetch | SetSplit | SetPoll) -> tuple[str, ...]:
+    """What the fields of a record are of."""
+    match record:
+        case SetWarmUp():
+            return ()
+        case SetRole():
+            return (record.role,)
+        case SetRing():
+            return (record.ring,)
+        case SetPoll():
+            return record.producer, record.consumer
+    return (record.op,)
 
 
 def recorded(decision: Decision) -> Override:
@@ -229,12 +259,16 @@ def recorded(decision: Decision) -> Override:
         case kind if kind in _OF_THE_KERNEL:
             made: Any = kind
             return cast(Override, made(value, span))
+        case kind if kind is SetWarmUp:
+            return SetWarmUp(((decision.field, value),), span)
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:
             return SetScale(subject[0], value, span)
         case kind if kind is SetSync:
             return SetSync(subject[0], subject[1] if len(subject) > 1 else None, value, span)
+        case kind if kind is SetPoll:
+            return SetPoll(subject[0], subject[1], ((decision.field, value),), span)
     fields: Any = decision.record  # SetRole, SetRing, SetPrefetch, SetSplit
     record: Override = fields(subject[0], ((decision.field, value),), span)
     return record

@@ -16,6 +16,7 @@ from megadsl.dsl.overrides import (
     SetCount,
     SetFinish,
     SetLoader,
+    SetPoll,
     SetPrefetch,
     SetRegisters,
     SetRing,
@@ -26,8 +27,9 @@ from megadsl.dsl.overrides import (
     SetStart,
     SetSync,
     SetTrigger,
+    SetWarmUp,
 )
-from megadsl.ir.schedule import MERGES, REGISTERS, SCOPES, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import CODE_PARTS, L2_BY, MERGES, REGISTERS, SCOPES, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import machine
 from megadsl.source import UNKNOWN, Span, caller_span
 from megadsl.types import Level
@@ -135,6 +137,31 @@ class ScheduleBlock:
         self.choice("finish", who, FINISHES, span)
         self.record(SetFinish(who, span))
 
+    def warm_code(
+        self,
+        role: str | _Keep | None = _KEEP,
+        *,
+        blocks: int | _Keep | None = _KEEP,
+        part: str | _Keep = _KEEP,
+        every: int | _Keep = _KEEP,
+    ) -> None:
+        """When a launch begins, the warps of ``role`` ask L2 for the kernel's own code, to be evicted last (prefetch instructions, for
+        which nobody waits); None: nobody does. For launches of whole steps. Bit-identical.
+
+        blocks: the first so many do, None all. part: each of them a "share" of the code, or the "whole". every: not at each launch, but
+        at those that begin a multiple of so many steps behind the first one.
+        """
+        span = caller_span()
+        found: list[tuple[str, int | str | bool | None]] = []
+        if not isinstance(role, _Keep):
+            found.append(("warm_up", role))
+        if not isinstance(blocks, _Keep):
+            found.append(("warm_blocks", blocks if blocks is None else self.checked("warm_code blocks", blocks, 1, span)))
+        if not isinstance(part, _Keep):
+            self.choice("warm_code part", part, CODE_PARTS, span)
+            found.append(("warm_part", part))
+        self.record(SetWarmUp((*found, *self.changes(1, span, warm_every=every)), span))
+
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""
         span = caller_span()
@@ -201,6 +228,7 @@ class OpHandle:
         smem: str | _Keep | None = _KEEP,
         registers: int | _Keep | None = _KEEP,
         l2: int | _Keep = _KEEP,
+        l2_by: str | _Keep = _KEEP,
         ahead_of: str | _Keep | None = _KEEP,
         hint: str | _Keep = _KEEP,
     ) -> OpHandle:
@@ -210,8 +238,9 @@ class OpHandle:
         linear (of an attention: cached chunks of each warp, 0 or 1) that the consumers take from the ring before they wait for
         its input, None as many as the compiler thinks good.
         l2: bytes of each block's share (of an attention: of the cached rows of each of its units) that are prefetched into L2 when the
-        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. hint: evict_first, evict_normal,
-        evict_last.
+        loader reaches the op ``ahead_of``; the next layer's, where that op stands behind this one. l2_by: by an "instruction", for which
+        the loader does not wait, or by a "load" into shared memory that nobody reads (of which it takes a stage), two at a time: what has
+        been loaded is read from L2 at a higher rate than what was prefetched. hint: evict_first, evict_normal, evict_last.
         """
         span = caller_span()
         found: list[tuple[str, int | str | bool | None]] = []
@@ -224,6 +253,9 @@ class OpHandle:
             found.append(("registers", asked))
         if not isinstance(l2, _Keep):
             found.append(("l2_bytes", self._block.checked("prefetch l2", l2, 0, span)))
+        if not isinstance(l2_by, _Keep):
+            self._block.choice("prefetch l2_by", l2_by, L2_BY, span)
+            found.append(("l2_by", l2_by))
         if not isinstance(ahead_of, _Keep):
             found.append(("ahead_of", ahead_of))
         if not isinstance(hint, _Keep):
@@ -287,15 +319,35 @@ class OpHandle:
         self._block.record(SetSplit(self._op, (("residual", where),), span))
         return self
 
-    def poll(self, *, pause: int) -> OpHandle:
-        """How a block waits for the op's input: its first poll comes about ``pause`` nanoseconds (at most twice that; up to 1,000,000)
-        after its warps have met, or have published where they need not meet. Bit-identical.
+    def poll(self, *, pause: int | _Keep = _KEEP, meeting_window: int | _Keep = _KEEP) -> OpHandle:
+        """How a block waits for the op's input. Bit-identical.
 
-        What is polled in vain stands in the way of what other blocks still have to store. 0: at once. A warp that finishes,
-        s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind what it publishes.
+        pause: its first poll comes about so many nanoseconds (at most twice that; up to 1,000,000) after its warps have met, or have
+        published where they need not meet. What is polled in vain stands in the way of what other blocks still have to store. 0: at
+        once. A warp that finishes, s.finish("warp"), meets the others when it is ready for the op too; where they pause, right behind
+        what it publishes.
+        meeting_window: bytes of the weight stream that may be in flight meanwhile, from the last tiles of the op before until the input is
+        there (of an attention: until its splits are added), in place of the ring's meeting_window; 0: as the ring says.
         """
         span = caller_span()
-        self._block.record(SetSplit(self._op, (("pause", self._block.checked("poll pause", pause, 0, span)),), span))
+        given: Changes = ()
+        if not isinstance(pause, _Keep):
+            given += (("pause", self._block.checked("poll pause", pause, 0, span)),)
+        if not isinstance(meeting_window, _Keep):
+            given += (("meeting_window", self._block.checked("poll meeting_window", meeting_window, 0, span)),)
+        self._block.record(SetSplit(self._op, given, span))
+        return self
+
+    def dry_run(self, on: bool = True) -> OpHandle:
+        """Whether a linear's loop of products runs once for nothing while its input is waited for. Bit-identical.
+
+        It multiplies the op's first tiles by themselves, if they have landed, waits for nothing and leaves nothing: what the products
+        then find is their own code, fetched. For inputs of up to 4 tokens that arrive in shared memory; no tiles are held in registers
+        then.
+        """
+        span = caller_span()
+        self._block.choice("dry_run", on, (True, False), span)
+        self._block.record(SetSplit(self._op, (("dry_run", on),), span))
         return self
 
     def publish(self, form: str) -> OpHandle:
@@ -350,6 +402,18 @@ class EdgeHandle:
         self._block.checked("sync slots", sync.slots, 1, span)
         self._block.choice("sync level", sync.level, tuple(Level), span)
         self._block.record(SetSync(self._producer, self._consumer, sync, span))
+
+    def poll(self, *, back_off: int | _Keep = _KEEP, width: int | _Keep = _KEEP) -> None:
+        """How the readers of the value poll what is not there yet. Bit-identical.
+
+        back_off: nanoseconds (at most 1,000,000) that a warp sleeps behind a poll in vain; 0: it polls again at once. What is polled in
+        vain stands in the way of what others store; who sleeps sees it later. width: most vectors of 16 bytes, 1 to 16, that a thread has
+        under way together while it gathers the value into shared memory; 0: as the compiler thinks best. Inputs that arrive in registers,
+        and parts, are polled as they are added.
+        """
+        span = caller_span()
+        changes = self._block.changes(0, span, back_off=back_off, width=width)
+        self._block.record(SetPoll(self._producer, self._consumer or self._producer, changes, span))
 
 
 def require_counts(**values: object) -> None:

@@ -19,7 +19,8 @@ from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
-from megadsl.ir.plan import Instr, Item, Plan, Verb
+from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Verb
+from megadsl.lower.dry import dry_stages
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
 from megadsl.lower.gathers import tiles_together
@@ -29,9 +30,11 @@ from megadsl.lower.memory import chunk_pieces, column_chunks, pass_groups
 from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.programs import instructions
+from megadsl.lower.scratch import SLOTS, loads_l2, scratch_member, slot_bytes
 from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
+from megadsl.lower.windows import begins_late, meeting_member, own_windows
 from megadsl.resources import templates
 
 
@@ -97,8 +100,15 @@ def emit(plan: Plan, kept: Kept | None = None) -> str:
     return "\n".join(f'#line {i + 1} "kernel.cu"' if line == _HERE else line for i, line in enumerate(lines, 1)) + "\n"
 
 
+def _polled(plan: Plan, value: str, wire: str) -> str:
+    """How an exchange's vectors are polled."""
+    own = _wire(plan, value, wire)
+    back_off = next((edge.back_off for edge in plan.schedule.edges if edge.value == value), 0)
+    return f"mk::BackOff<{own}, {back_off}>" if back_off else own
+
+
 def _wire(plan: Plan, value: str, wire: str) -> str:
-    """How an exchange's vectors are read."""
+    """How an exchange's vectors travel."""
     exchange = plan.exchange(value)
     if wire != "Sentinel" or not exchange.dense:
         return f"mk::{wire}"
@@ -112,7 +122,21 @@ def _published(plan: Plan, instr: Instr) -> str:
 
 
 def _wires(plan: Plan) -> dict[str, Any]:
-    return {"wire": lambda value, wire: _wire(plan, value, wire), "published": lambda instr: _published(plan, instr)}
+    return {"wire": lambda value, wire: _polled(plan, value, wire), "published": lambda instr: _published(plan, instr)}
+
+
+def _tiles_more(plan: Plan, op: Linear) -> str:
+    """What mk::Tiles takes behind the parts of the columns, as far as it is not what it takes anyway."""
+    chunks = column_chunks(op, plan.graph, plan.schedule)
+    pairs = [
+        (str(chunks), "1"),
+        (str(pass_groups(op, plan.graph, plan.schedule)) if chunks > 1 else "~0u", "~0u"),
+        (str(tiles_together(op, plan.schedule, plan.graph.tokens)), "1"),
+        (f"mk::{FORMATS[op.format].device}", "mk::Bf16Weights"),
+        (str(dry_stages(op, plan.graph, plan.schedule)), "0"),
+    ]
+    said = max((i + 1 for i, (value, default) in enumerate(pairs) if value != default), default=0)
+    return "".join(f", {value}" for value, _ in pairs[:said])
 
 
 def _helpers(plan: Plan) -> dict[str, Any]:
@@ -128,10 +152,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "tiling": tiling,
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
-        "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
-        "pass_groups": lambda op: pass_groups(op, plan.graph, plan.schedule),
+        "tiles_more": lambda op: _tiles_more(plan, op),
         "ways": lambda op: plan.schedule.op(op.name).ways,
-        "together": lambda op: tiles_together(op, plan.schedule, plan.graph.tokens),
         **_wires(plan),
         **_steps(plan),
         **_attentions(plan),
@@ -147,6 +169,8 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "ring_type": lambda role: f"{_camel(role)}Ring",
         "copies_type": _COPIES[plan.tunables.copies],
         "one_lane": " && mk::ptx::lane_id() == 0" if plan.tunables.copies == "bulk" else "",
+        **_scratches(plan),
+        **_windows(plan),
         "reader_name": lambda role: f"read_{ident(role)}",
         "role_function": lambda role: f"role_{ident(role)}",
         "embed_cuda": lambda op: _embed_cuda(plan.graph.op(op)),
@@ -165,6 +189,29 @@ def _helpers(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _scratches(plan: Plan) -> dict[str, Any]:
+    """Where loaders bring something into L2 by loads."""
+    types = {role: f"mk::Scratch<{SLOTS}, {slot_bytes(ring)}>" for role, ring in plan.schedule.rings if loads_l2(plan.schedule, role)}
+    return {"scratch": lambda role: types.get(role, ""), "scratch_member": scratch_member}
+
+
+def _windows(plan: Plan) -> dict[str, Any]:
+    """Where ops have windows of their own: what is told of whom."""
+    own = own_windows(plan.schedule)
+    first: dict[str, str] = {}  # title of an op's first phase in the consumers' program
+    consumer = next(p for p in plan.programs if p.kind == "consumer")
+    for phase in (phase for item in consumer.body for phase in (item.body if isinstance(item, LayerLoop) else (item,))):
+        first.setdefault(phase.op, phase.title)
+
+    def told_late(phase: Phase) -> str:
+        before = begins_late(plan.graph, plan.graph.op(phase.op)) if own and first[phase.op] == phase.title else None
+        return before.name if before is not None else ""
+
+    first_of_loop = {item.body[0].op for item in consumer.body if isinstance(item, LayerLoop)}
+    begins_loop = lambda phase: phase.op in first_of_loop  # noqa: E731
+    return {"own_windows": own, "meeting_member": meeting_member, "told_late": told_late, "begins_loop": begins_loop}
+
+
 def _expressions() -> dict[str, Any]:
     """How expressions are printed, and what they read."""
     return {
@@ -176,7 +223,6 @@ def _expressions() -> dict[str, Any]:
         "bias_name": bias_name,
         "scale_name": scale_name,
         "row_scaled": lambda op: FORMATS[op.format].row_scale,
-        "format_type": lambda op: FORMATS[op.format].device,
         "earlier": lambda op, index: reductions(op.prologue.expr)[:index],
         "vectors": vectors,
         "gathered": lambda op: prologue_values(op)[0][0],

@@ -119,6 +119,8 @@ class LaunchResult(ctypes.Structure):
         ("copies", ctypes.c_uint64),
         ("fingerprint", ctypes.c_uint64),
         ("changes", ctypes.c_uint64),
+        ("code_prefetches", ctypes.c_uint64),
+        ("code_lines", ctypes.c_uint64),
         ("point_count", ctypes.c_uint32),
         ("message", ctypes.c_char * 256),
     ]
@@ -136,6 +138,7 @@ class LaunchArgs(ctypes.Structure):
         ("threads", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
         ("smem_bytes", ctypes.c_uint32),
+        ("code_bytes", ctypes.c_uint32),
         ("kernel", ctypes.c_uint32),
         ("layer", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),

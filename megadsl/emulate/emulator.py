@@ -49,7 +49,8 @@ class LaunchReport:
     """How a launch went. ``hung``: it had to be told to leave; ``hangs`` are then the threads that waited, if any did.
 
     ``steps`` counts resumed warps, ``collectives`` the operations of whole warps, ``parks`` the polls that put a thread to
-    sleep, ``copies`` the asynchronous operations. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
+    sleep, ``copies`` the asynchronous operations. ``code_prefetches`` are those of lines of the kernel's code, ``code_lines`` of them
+    different ones. ``fingerprint`` is a hash of the whole schedule: equal seeds, equal hash.
 
     The rest is for builds with the race detector. ``races`` are the first 64 distinct ones of ``races_found``. What rests on
     assumptions about hardware (docs/ptx-notes.md) is counted, in pieces of 2 bytes: ``observed`` are writes that come after a
@@ -64,6 +65,8 @@ class LaunchReport:
     parks: int
     copies: int
     fingerprint: int
+    code_prefetches: int = 0
+    code_lines: int = 0
     races: tuple[Race, ...] = ()
     races_found: int = 0
     observed: int = 0
@@ -76,7 +79,8 @@ class LaunchReport:
     @staticmethod
     def of(reports: Sequence[LaunchReport]) -> LaunchReport:
         """Those of one step's launches as one: counts added, races and points one after the other, the rest of the last."""
-        counts = ("steps", "collectives", "parks", "copies", "races_found", "observed", "refilled", "stale", "changes")
+        counts = ["steps", "collectives", "parks", "copies", "races_found", "observed", "refilled", "stale", "changes"]
+        counts += ["code_prefetches", "code_lines"]
         lists = ("races", "points")
         together: dict[str, Any] = {name: sum(getattr(r, name) for r in reports) for name in counts}
         together |= {name: tuple(item for r in reports for item in getattr(r, name)) for name in lists}
@@ -108,14 +112,13 @@ class Emulator:
     ) -> LaunchReport:
         """Run one launch to its end.
 
-        ``manifest`` gives blocks, threads, cluster (default 1), smem_bytes, shape (the words of the Shape argument) and
-        buffers (bytes by name). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global
-        accesses outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the
-        same seed, ``policy`` (an abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
+        ``manifest`` gives blocks, threads, cluster (default 1), smem_bytes, shape (the words of the Shape argument), buffers (bytes by
+        name), code_bytes (default 0). ``buffers`` are host addresses by the names of abi.BUFFERS; a name left out is null. Global accesses
+        outside them are faults. ``seed`` 0 is round robin; any other one is a random schedule, the same for the same seed, ``policy`` (an
+        abi.Policy) and contents. ``step_limit`` > 0 calls a launch hung after that many steps.
         ``part`` says which kernel it is and of which layer, where a step is several (the manifest's ``launches``).
-        ``mutant`` and ``record_points`` are for builds with the race detector; others take no notice.
-
-        A deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
+        ``mutant`` and ``record_points`` are for builds with the race detector; others take no notice. A
+        deadlock is no error: the kernel is told to leave and the report lists who waited. Raises MK360 for a fault
         (misaligned or outside access, misused barrier, divergent collective) and MK361 for a launch that does not fit.
         """
         shape = [word & 0xFFFFFFFF for word in manifest["shape"]]
@@ -133,6 +136,7 @@ class Emulator:
             threads=manifest["threads"],
             cluster=manifest.get("cluster", 1),
             smem_bytes=manifest["smem_bytes"],
+            code_bytes=manifest.get("code_bytes", 0),
             kernel=part[0],
             layer=part[1],
             seed=seed,
@@ -171,6 +175,8 @@ def _report(result: LaunchResult, hangs: ctypes.Array[HangRecord]) -> LaunchRepo
         parks=result.parks,
         copies=result.copies,
         fingerprint=result.fingerprint,
+        code_prefetches=result.code_prefetches,
+        code_lines=result.code_lines,
         races_found=result.races_found,
         observed=result.observed,
         refilled=result.refilled,

@@ -47,7 +47,7 @@ class Region:
 class Site:
     """A place where a role waits or signals. Hang reports, timelines and mutants speak of sites by ``id``.
 
-    kind: ring.empty, ring.full, exchange, gate, publish. ``expects`` says in words what the expected value means.
+    kind: ring.empty, ring.full, scratch, exchange, gate, publish. ``expects`` says in words what the expected value means.
     """
 
     id: int
@@ -104,13 +104,14 @@ Item: TypeAlias = Phase | LayerLoop
 
 @dataclass(frozen=True)
 class Program:
-    """What one role runs, start to end."""
+    """What one role runs, start to end. ``start``: before all else, by all lanes of its warps, for no op."""
 
     role: str
     kind: str
     first_warp: int
     warps: int
     body: tuple[Item, ...]
+    start: tuple[Instr, ...] = ()
 
 
 @dataclass(frozen=True)

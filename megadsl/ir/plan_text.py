@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megadsl.ir.plan import Instr, LayerLoop, Phase, Plan, Region
-from megadsl.ir.schedule import BEGIN, END, MERGE_CLUSTER, REGISTERS
+from megadsl.ir.schedule import BEGIN, END, LOAD, MERGE_CLUSTER, REGISTERS
 
 
 def print_plan(plan: Plan) -> str:
@@ -36,7 +36,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     )
     for program in plan.programs:
         behind = f", and warp {program.warps}, which finishes" if program.kind == "consumer" and plan.tunables.finishes else ""
-        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}{behind}", list(_program(program.body))
+        start = [line for instr in program.start for line in _instr(instr, "")]
+        yield f"role {program.role}: {program.warps} warps from warp {program.first_warp}{behind}", [*start, *_program(program.body)]
     yield "sites", [f"{s.id:>3}  {s.role:<10} {s.op:<16} {s.kind:<11} {s.span.short:<18} {s.expects}" for s in plan.sites]
     yield "shape", [f"{r.type} {r.name} = {', '.join(map(str, r.words))}" for r in plan.shape]
 
@@ -56,6 +57,10 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"one layer a launch, from {s.start} on, blocks to an SM: {s.resident}; the next launch may begin {behind}"
     if plan.tunables.copies == "lanes":
         yield "stages are copied by all lanes of a loader's warp, 16 bytes each"
+    if s.warm_up is not None:
+        blocks = "all" if s.warm_blocks is None else f"the first {s.warm_blocks}"
+        often = f", every {s.warm_every} steps" if s.warm_every > 1 else ""
+        yield f"code is read ahead by {s.warm_up} of {blocks} blocks, each the {s.warm_part} of it{often}"
     for role, ring in s.rings:
         window = f"window {ring.window} bytes, {ring.meeting_window or ring.window} around meetings"
         yield f"ring {ring.name} of {role}: {ring.stages} stages of {ring.stage_bytes} bytes, {window}"
@@ -63,22 +68,28 @@ def _schedule(plan: Plan) -> Iterator[str]:
         p = op.prefetch
         placement = "smem" if p.smem else "smem once the op has begun"
         held = f", {p.registers} tiles into registers ahead of its input" if p.registers else ""
-        ahead = f", {p.l2_bytes} bytes into L2 ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
+        by = " by loads" if p.l2_by == LOAD else ""
+        ahead = f", {p.l2_bytes} bytes into L2{by} ahead of {p.ahead_of or op.op}" if p.l2_bytes else ""
         splits = f", {op.splits} KV splits" if op.splits > 1 else ""
         splits += f" added within clusters of {op.splits}" if op.merge == MERGE_CLUSTER else ""
         splits += f", columns in {op.ways} parts from block {op.part_offset}" if op.ways > 1 else ""
         scale = ", scaled after its products" if op.scale == "after" else ""
         scale += ", gathered into registers" if op.gather == REGISTERS else ""
         scale += f", polled after {op.pause} ns" if op.pause else ""
+        scale += f", {op.meeting_window} bytes in flight until its input is there" if op.meeting_window else ""
+        scale += ", a dry run of its products ahead of its input" if op.dry_run else ""
         scale += ", published from registers" if op.publish == REGISTERS else ""
         yield f"op {op.op}: loaded by {op.loader}, {placement}{held}{ahead}, {p.hint}, share offset {op.share_offset}{splits}{scale}"
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
     for e in plan.exchanges:
+        how = next((edge for edge in plan.schedule.edges if edge.value == e.name), None)
+        polled = f", a thread polls at most {how.width} vectors at once" if how and how.width else ""
+        polled += f", {how.back_off} ns between polls in vain" if how and how.back_off else ""
         yield (
             f"{e.name}: {e.wire} {e.dtype}, level {e.level.value}, {e.owners} owners x {e.vectors} vectors x {e.slots} slots at {e.offset},"
-            f" {e.groups} groups{', dense' if e.dense else ''}{', by words' if e.words else ''}, {e.uses} rounds per launch"
+            f" {e.groups} groups{', dense' if e.dense else ''}{', by words' if e.words else ''}, {e.uses} rounds per launch{polled}"
         )
 
 

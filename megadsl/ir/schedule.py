@@ -40,6 +40,9 @@ Sync: TypeAlias = Tagged | Sentinel | Flag
 SHARED, STAGED, REGISTERS = "shared", "staged", "registers"  # where an op's input arrives and its results leave from
 
 
+L2_BY = INSTRUCTION, LOAD = ("instruction", "load")
+
+
 @dataclass(frozen=True)
 class Prefetch:
     """Where an op's weights go before they are needed.
@@ -47,6 +50,7 @@ class Prefetch:
     smem: the ring takes them as early as it has room (else only once the op has begun).
     registers: so many of the block's first tiles (of an attention: of each warp's cached chunks, 0 or 1) move from the ring into
     registers before the op's input is waited for; None: the compiler chooses.
+    l2_by: how those l2_bytes come into L2: by a prefetch "instruction", or by a "load" into shared memory that nobody reads.
     l2_bytes: this many bytes of the block's share (of an attention: of the cached rows of each of its units) are prefetched into L2 when
     the loader reaches ``ahead_of``; the next layer's, where that op stands behind this one in the layer.
     hint: cache policy of the stream, "evict_first" | "evict_normal" | "evict_last".
@@ -57,6 +61,7 @@ class Prefetch:
     l2_bytes: int = 0
     ahead_of: str | None = None
     hint: str = "evict_first"
+    l2_by: str = INSTRUCTION
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Role:
 
 SCOPES = ("step", "layer", "op")
 BEGIN, END = "begin", "end"  # of a launch: from where on the one behind may begin
-
+CODE_PARTS = SHARE, WHOLE = ("share", "whole")
 MERGES = MERGE_EXCHANGE, MERGE_CLUSTER = ("exchange", "cluster")
 
 
@@ -97,7 +102,10 @@ class OpSchedule:
     rounding-changing). ``gather``: a linear's input arrives in "shared" memory, or in the "registers" that multiply it
     (rounding-changing); None: the compiler chooses. ``residual``: what a linear adds to its rows stays in the "block" that
     computed it, where that is the same one, or comes by "exchange". ``pause``: about so many nanoseconds
-    pass between the meeting of the block and the first poll of the op's input. ``publish``: results are "staged" in shared memory
+    pass between the meeting of the block and the first poll of the op's input. ``meeting_window``: bytes that may be in flight from the
+    last tiles of the op before until the op's input is there; 0: as the ring says. ``dry_run``: while its input is
+    waited for, a linear's loop of products runs once over its first tiles, for nothing, so that its code has been fetched.
+    ``publish``: results are "staged" in shared memory
     as the vectors that travel, or leave word by word from the "registers" of who has them. ``merge``: an attention's splits are added by
     whoever gathers them from an "exchange" of all blocks, or within a "cluster" of as many blocks as there are splits
     (rounding-changing)."""
@@ -114,17 +122,22 @@ class OpSchedule:
     gather: str | None = None
     residual: str = "block"
     pause: int = 0
+    meeting_window: int = 0
+    dry_run: bool = False
     publish: str = STAGED
     merge: str = MERGE_EXCHANGE
 
 
 @dataclass(frozen=True)
 class EdgeSchedule:
-    """Sync of one value between its producer op and all its readers."""
+    """Sync of one value between its producer op and all its readers, and how these poll it. ``back_off``: nanoseconds that a warp sleeps
+    between two polls in vain. ``width``: most 16-byte vectors that a thread has under way together; 0: the compiler chooses."""
 
     value: str
     producer: str
     sync: Sync
+    back_off: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,10 @@ class Schedule:
     sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs
     page_rows: int = 0  # cached rows lie in pages of so many; 0: those of a sequence follow each other
     pool_pages: int = 0  # of a layer's pool, for all sequences
+    warm_up: str | None = None  # the role that has the kernel's code read into L2 when a launch begins
+    warm_blocks: int | None = None  # so many blocks do, the first ones; None: all
+    warm_part: str = SHARE  # of the code, that each of them reads: a "share" of it, or the "whole"
+    warm_every: int = 1  # of the launches: those whose first step is a multiple of so many steps behind the first
     resident: int = 1  # blocks that find room on an SM: two, and a launch fills its rings while the one before still works
 
     def op(self, name: str) -> OpSchedule:

@@ -48,7 +48,8 @@ class Builder:
             units += exchange.owners  # blocks that own nothing are asked for their presence
         dense = exchange.dense
         each = max(1, ceil_div(units, threads))
-        at_once = ceil_div(each, ceil_div(each, MAX_DENSE_UNITS if dense else MAX_UNITS))
+        most = self.schedule.edge(ref.value).width or (MAX_DENSE_UNITS if dense else MAX_UNITS)
+        at_once = ceil_div(each, ceil_div(each, most))
         share = ceil_div(ref.features * exchange.owners, self.graph.value(ref.value).features) + 3
         extras = min(exchange.owners, share) * (exchange.vectors - exchange.units)
         rounds = ceil_div(units, threads * at_once)

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Plan
-from megadsl.ir.schedule import OpSchedule
+from megadsl.ir.schedule import LOAD, OpSchedule
 from megadsl.ir.verify_graph import reads
 from megadsl.lower.columns import largest_share, share_begin, share_owner
 from megadsl.lower.custom import loads
@@ -88,7 +88,8 @@ def _placement(how: OpSchedule) -> str:
         ring += f"; {prefetch.registers} tiles into registers"
     if not prefetch.l2_bytes:
         return ring
-    return f"{ring}; {prefetch.l2_bytes:,} B into L2 ahead of {prefetch.ahead_of or how.op}"
+    by = " by loads" if prefetch.l2_by == LOAD else ""
+    return f"{ring}; {prefetch.l2_bytes:,} B into L2{by} ahead of {prefetch.ahead_of or how.op}"
 
 
 def _share(plan: Plan, op: Op, how: OpSchedule) -> str:

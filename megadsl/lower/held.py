@@ -46,7 +46,7 @@ def hold_tiles(graph: Graph, schedule: Schedule, machine: Machine, overrides: Ov
         for how in schedule.ops:
             op, tiles = graph.op(how.op), how.prefetch.registers
             if tiles is None:
-                tiles = _default(graph, schedule, machine, op)
+                tiles = 0 if how.dry_run else _default(graph, schedule, machine, op)
             elif tiles:
                 _check(graph, schedule, machine, op, tiles, asked, found)
             chosen.append(replace(how, prefetch=replace(how.prefetch, registers=tiles)))

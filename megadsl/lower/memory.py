@@ -20,6 +20,7 @@ from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import input_area, prologue_values, row_bytes, scratch_area, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
+from megadsl.lower.scratch import scratch_areas
 from megadsl.lower.steps import passes_rows_on, progress_bytes
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -195,6 +196,7 @@ def _fixed(graph: Graph, schedule: Schedule, exchanges: tuple[Exchange, ...], ch
         yield f"barriers.{role}", 2 * BARRIER_BYTES * max(ring.stages, _most_stages(ring))
         loaded = [op for op in graph.ops if schedule.op(op.name).loader == role]
         yield f"tape.{role}", TAPE_ENTRY_BYTES * sum(_entries(op, graph, schedule) for op in loaded)
+    yield from scratch_areas(schedule)
     ropes = [op.rope for op in graph.ops if isinstance(op, Attention) and op.rope is not None]
     yield "angles", max((len(r.tables) * tokens * r.head_dim // 2 * 8 for r in ropes), default=0)
     rows = [op for op in graph.ops if isinstance(op, Linear | RowMap)]

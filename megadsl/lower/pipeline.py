@@ -16,6 +16,8 @@ from megadsl.ir.verify_graph import verify_graph
 from megadsl.lower.builder import Builder
 from megadsl.lower.cluster import check_clusters
 from megadsl.lower.direct import choose_gathers
+from megadsl.lower.dry import check_dry_runs
+from megadsl.lower.edges import check_edges
 from megadsl.lower.exchanges import plan_exchanges
 from megadsl.lower.factor import factor
 from megadsl.lower.finish import finishers
@@ -36,6 +38,7 @@ from megadsl.lower.threads import choose_finish, choose_registers, threads
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.lower.timeline import timeline_records
 from megadsl.lower.verify_plan import verify_plan
+from megadsl.lower.warm import check_warm_up
 from megadsl.machine import Machine
 from megadsl.types import PerLayer
 
@@ -120,7 +123,10 @@ def _schedule(state: Lowering) -> None:
     check_clusters(state.graph, state.schedule, state.machine, state.overrides)
     state.schedule = choose_gathers(state.graph, state.schedule, state.overrides)
     check_publications(state.graph, state.schedule, state.overrides)
+    check_edges(state.graph, state.schedule, state.overrides)
+    check_warm_up(state.graph, state.schedule, state.overrides)
     state.schedule = hold_tiles(state.graph, state.schedule, state.machine, state.overrides)
+    check_dry_runs(state.graph, state.schedule, state.overrides)
     verify_graph(state.graph)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import Attention, Custom, Embed, Linear, Op, Rope, RowMap, ValueRef, kept_values
 from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Phase, Program, Region, Verb
+from megadsl.ir.schedule import LOAD
 from megadsl.lower.builder import Builder, sequence
 from megadsl.lower.custom import custom_phase, loads
 from megadsl.lower.exchanges import is_local, merge_lanes, merges_in_cluster
@@ -22,8 +23,10 @@ from megadsl.lower.packing import bias_regions, head_vector_name, vector_name
 from megadsl.lower.publish import results_of, staged
 from megadsl.lower.row_maps import row_map
 from megadsl.lower.scope import begins_launch
+from megadsl.lower.scratch import scratch_region
 from megadsl.lower.steps import HANDED, ROWS, around_rows, feeds_itself, hands_step_on, passes_rows_on
 from megadsl.lower.tiling import tiling
+from megadsl.lower.warm import warm_up
 from megadsl.types import Level
 
 
@@ -34,7 +37,8 @@ def build_programs(builder: Builder) -> tuple[Program, ...]:
     for role in sorted(builder.schedule.roles, key=lambda r: r.kind != "loader"):
         phases = _load_phases if role.kind == "loader" else _consume_phases
         first = warp if role.kind == "loader" else 0
-        programs.append(Program(role.name, role.kind, first, role.warps, _in_loops(builder, phases, role.name)))
+        start = warm_up(builder.graph, builder.schedule, role.name)
+        programs.append(Program(role.name, role.kind, first, role.warps, _in_loops(builder, phases, role.name), start))
         warp += role.warps
     return tuple(programs)
 
@@ -66,23 +70,29 @@ def _load_phases(builder: Builder, op: Op, role: str) -> Iterator[Phase]:
             and how.loader == role
             and (how.prefetch.ahead_of or other.name) == op.name
         ):
-            body.append(_prefetch(builder, other, op))
+            body.append(_prefetch(builder, other, op, role))
     if loads(op) and builder.schedule.op(op.name).loader == role:
         body.extend(_loads(builder, op, role))
     if body:
         yield Phase(op.name, _title(op), op.span, tuple(body))
 
 
-def _prefetch(builder: Builder, op: Linear | Attention, at: Op) -> Instr:
+def _prefetch(builder: Builder, op: Linear | Attention, at: Op, role: str) -> Instr:
     """Into L2, when the loader has come to the op ``at``; where that stands behind ``op`` in the layer, what the next layer streams."""
-    order = builder.graph.ops
+    order, how = builder.graph.ops, builder.schedule.op(op.name).prefetch
     together = at.loop is not None and at.loop == op.loop and builder.schedule.scope != "op"  # which knows one layer
     ahead = int(together and order.index(at) > order.index(op))
+    args: dict[str, object] = {}
+    site: int | None = None
+    writes: tuple[Region, ...] = ()
+    if how.l2_by == LOAD:
+        site = builder.site(role, op.name, "scratch", "parity of the copy before the last", op.span)
+        writes, args = (scratch_region(role),), {"by": LOAD}
     if isinstance(op, Attention):
         rows = Region("kv", op.cache, Level.GPU, "rows before kv_len")
-        return Instr(Verb.PREFETCH, "prefetch_cache", op.name, op.span, reads=(rows,), args={"ahead": ahead})
-    args: dict[str, object] = {"ahead": ahead} if ahead else {}
-    return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, reads=(Region("weights", op.name, Level.GPU),), args=args)
+        return Instr(Verb.PREFETCH, "prefetch_cache", op.name, op.span, site, (rows,), writes, args={"ahead": ahead, **args})
+    args |= {"ahead": ahead} if ahead else {}
+    return Instr(Verb.PREFETCH, "prefetch_l2", op.name, op.span, site, (Region("weights", op.name, Level.GPU),), writes, args=args)
 
 
 def _loads(builder: Builder, op: Op, role: str) -> Iterator[Instr]:

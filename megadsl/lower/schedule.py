@@ -8,7 +8,7 @@ from megadsl.diagnostics import Collector, declare
 from megadsl.dsl.overrides import Overrides
 from megadsl.ir.formats import PLAIN
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
-from megadsl.ir.schedule import EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
+from megadsl.ir.schedule import INSTRUCTION, EdgeSchedule, OpSchedule, Prefetch, Ring, Role, Schedule, Sentinel, Tagged
 from megadsl.lower.columns import chunk_budget, default_ways, part_shares, share_begin, why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.finish import finishers, why_block
@@ -347,6 +347,10 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
         if not 0 <= op.pause <= LONGEST_PAUSE:
             where = asked.said(default, "pause", op.op)
             found.add(BAD_COUNT, where, what=f"pause of {op.op!r}, in nanoseconds,", value=op.pause, low=0, high=LONGEST_PAUSE)
+        if not 0 <= op.meeting_window <= machine.smem_per_block:
+            where, most = asked.said(default, "meeting_window", op.op), machine.smem_per_block
+            what = f"meeting_window of {op.op!r}, in bytes,"
+            found.add(BAD_COUNT, where, what=what, value=op.meeting_window, low=0, high=most)
         if _check_ways(graph, op, asked, found):
             _check_chunk(graph, schedule, op, asked, found)
         linear = graph.op(op.op)
@@ -356,8 +360,8 @@ def _check_ops(schedule: Schedule, graph: Graph, machine: Machine, asked: Overri
 
 def _check_l2(graph: Graph, how: OpSchedule, schedule: Schedule, machine: Machine, span: Span, found: Collector) -> None:
     wanted, most = how.prefetch.l2_bytes, machine.l2_bytes
-    if wanted and "l2_bulk_prefetch" not in machine.features:
-        _lack("l2 prefetch", "l2_bulk_prefetch", machine, span, found, _ALONE)
+    if wanted and how.prefetch.l2_by == INSTRUCTION and "l2_bulk_prefetch" not in machine.features:
+        _lack("l2 prefetch by an instruction", "l2_bulk_prefetch", machine, span, found, f'; or use .prefetch(l2_by="load"){_ALONE}')
     if wanted and isinstance(graph.op(how.op), Embed | Custom):
         found.add(L2_NOTHING, span, op=how.op, why="which streams nothing")
     if wanted and isinstance(graph.op(how.op), Attention) and schedule.scope != "step":

@@ -17,7 +17,10 @@ from megadsl.lower.memory import Memory, copies_vectors, copy_name, landed_name,
 from megadsl.lower.operands import head_vectors, input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.packing import OFFSET_UNIT, Packed, bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.pages import table_pages
+from megadsl.lower.scratch import landed_area, loads_l2, scratch_record
 from megadsl.lower.tiling import tiling
+from megadsl.lower.warm import code_shape
+from megadsl.lower.windows import meeting_records, meeting_word, own_windows
 from megadsl.ops.custom import weight_elements
 from megadsl.types import PerLayer, round_up
 
@@ -84,7 +87,9 @@ def build_shape(
         schedule.blocks, divisor_inverse(schedule.blocks), graph.layers, memory.offset("angles"), schedule.max_kv, memory.offset("abort"),
         memory.offset("gates"), memory.offset("meeting"), room, memory.offset("progress"),
     )  # fmt: skip
-    records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory))]
+    records = [Record("mk::StepShape", "step", step), Record("mk::SmemShape", "smem", _smem(memory, schedule))]
+    records.extend(meeting_records(graph, schedule, memory.offset("meeting")))
+    records.extend(code_shape(schedule))
     if schedule.sequences > 1:
         stride = 0 if schedule.page_rows else signed(kv_bytes(graph, schedule) // OFFSET_UNIT)
         records.append(Record("mk::BatchShape", "batch", (schedule.sequences, stride, memory.offset("sequences"))))
@@ -94,6 +99,8 @@ def build_shape(
         at = (memory.offset(f"{area}.{role}") for area in ("ring", "barriers", "tape"))
         words = (*at, ring.window, ring.meeting_window or ring.window)
         records.append(Record("mk::RingShape", f"ring_{ident(role)}", words))
+        if loads_l2(schedule, role):
+            records.append(scratch_record(role, memory.offset(f"scratch.{role}"), memory.offset(landed_area(role))))
     records.extend(_layer_tables(graph))
     records.extend(_exchange(e) for e in exchanges if e.wire != ASYNC)
     records.extend(Record("mk::i32", f"{ident(v)}_kept", (memory.offset(f"kept.{v}"),)) for v in kept_locally(graph, schedule))
@@ -136,8 +143,11 @@ def _layer_tables(graph: Graph) -> Iterator[Record]:
         yield record(ROPE_TABLES, [[rope.tables.index(rope.at(layer)) for layer in range(graph.layers)]], "each layer's table of angles")
 
 
-def _smem(memory: Memory) -> tuple[int, ...]:
-    return tuple(memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "meeting", "sums"))
+def _smem(memory: Memory, schedule: Schedule) -> tuple[int, ...]:
+    meeting = memory.offset("meeting")
+    word = meeting_word(meeting, 0) if own_windows(schedule) else meeting
+    areas = [memory.offset(n) for n in ("activations", "second", "partials", "staged", "kept", "scalars", "sums")]
+    return (*areas[:-1], word, areas[-1])
 
 
 def _exchange(e: Exchange) -> Record:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megadsl.build.cubin import function_bytes
 from megadsl.build.gpus import bindings_installed, driver_version, gpus
 from megadsl.diagnostics import declare, error
 from megadsl.machine import Machine, machine, running, runs
@@ -107,6 +108,14 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def shape_of(manifest: Mapping[str, Any], code_bytes: int) -> list[int]:
+    """The words of the kernel's Shape argument, with the bytes of its code where it reads that ahead."""
+    words: list[int] = list(manifest["shape"])
+    if manifest["code_word"] is not None:
+        words[manifest["code_word"]] = code_bytes
+    return words
+
+
 class CudaKernel:
     """A loaded kernel with its launch arguments built once: a step is one driver call, or one for each of its launches.
 
@@ -126,7 +135,7 @@ class CudaKernel:
         self._stream = 0
         # the launch reads these through raw pointers, so they live as long as the kernel
         self._buffers = (ctypes.c_uint64 * len(pointers))(*pointers)
-        shape = manifest["shape"]
+        shape = shape_of(manifest, function_bytes(cubin, names[0]))
         self._shape = (ctypes.c_int32 * max(1, len(shape)))(*shape)
         self._layers = (ctypes.c_uint32 * max(1, manifest["layers"]))(*range(max(1, manifest["layers"])))
         fixed, word = (ctypes.addressof(self._buffers), ctypes.addressof(self._shape)), ctypes.sizeof(ctypes.c_uint32)

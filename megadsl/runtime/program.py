@@ -14,6 +14,7 @@ from megadsl.build.host import build_library
 from megadsl.build.nvcc import build_cubin
 from megadsl.diagnostics import MegadslError, declare, error
 from megadsl.emulate import Emulator, LaunchReport, Mutant
+from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.control import (
     ERROR,
@@ -27,7 +28,7 @@ from megadsl.runtime.control import (
     even,
     recorded_wait,
 )
-from megadsl.runtime.cuda import CudaKernel, architecture, check_gpu
+from megadsl.runtime.cuda import CudaKernel, architecture, check_gpu, shape_of
 from megadsl.runtime.kv import KvCache, PagedCache, rope_of, rope_table
 from megadsl.runtime.pages import Pages, page_table
 from megadsl.runtime.queue import LaunchQueue
@@ -304,6 +305,8 @@ class Program:
     def _loader(self, source: str, cubin: Path | None, defines: dict[str, str]) -> Callable[[], None]:
         if self.device.type == "cpu":
             self.emulator = emulator = Emulator(build_library(source, [include()], defines), source)
+            nominal = machine(self.manifest["arch"]).hot_code_bytes  # the emulator has no machine code
+            self.manifest |= {"code_bytes": nominal, "shape": shape_of(self.manifest, nominal)}
             return lambda: self._emulate(emulator)
         path = cubin or build_cubin(source, self.manifest["arch"], [include()], defines, on=architecture(self.device)).path
         with torch.cuda.device(self.device):

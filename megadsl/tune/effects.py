@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megadsl.ir.graph import Attention, Graph, Linear
 from megadsl.ir.schedule import Flag, Schedule, Sentinel, Tagged
+from megadsl.ir.verify_graph import reads
 from megadsl.lower.tiling import tiling
 from megadsl.machine import Machine
 from megadsl.ops.cost import cost, runs, total_cost
@@ -21,6 +22,9 @@ QUEUE_US = 0.0108  # that a load waits for each KiB in flight in front of it
 FENCE_US = 0.033  # that a fence waits for each KiB in flight
 TAG_US = 0.4  # unpacking and the extra vectors of a tagged gather
 STARVES = 48 * KIB  # fewer bytes in flight, and HBM idles
+COLD_US = 2.0  # that a launch's first pass over code may wait for memory, where it has left L2
+CATCH_UP = 1.6  # the rate of L2 behind loads, as a multiple of memory's
+FETCH_US = 0.1  # that products may wait for their code, in each layer
 TRIFLE_US = 0.5  # of a change that the model knows nothing of
 
 
@@ -67,6 +71,29 @@ def in_flight(scene: Scene, before: int, after: int) -> float:
     return (before - after) / KIB * QUEUE_US * scene.hops + starved[0] - starved[1]
 
 
+def own_window(scene: Scene, op: str, before: int, after: int) -> float:
+    """As ``in_flight``, of the meetings for one op's input."""
+    return in_flight(scene, before, after) * scene.runs(op) / max(1, scene.hops)
+
+
+def dry(scene: Scene, op: str, *, on: bool) -> float:
+    """Code of a loop that has been fetched, against one iteration of it, and tiles that are no more held in registers."""
+    return (FETCH_US if on else -FETCH_US / 2) * scene.runs(op)
+
+
+def code(scene: Scene, *, read: bool) -> float:
+    """To read the kernel's code ahead, once a launch, or to leave it: what is gained is no more than what waits for it."""
+    return COLD_US if read and scene.schedule.warm_up is None else TRIFLE_US if read else -COLD_US
+
+
+def into_l2(scene: Scene, op: str, *, by_load: bool, size: int) -> float:
+    """Bytes that L2 has when they are wanted come at up to CATCH_UP times memory's rate if they were loaded; a load's slots are a stage of
+    the ring."""
+    ahead = min(size / scene.bytes_per_us, STALL_US)
+    stage = scene.schedule.rings[0][1].stage_bytes / scene.bytes_per_us
+    return ((1 - 1 / CATCH_UP) * ahead - stage / 4) * scene.runs(op) * (1 if by_load else -1) / 4 + TRIFLE_US
+
+
 def hand_off(scene: Scene, op: str, before: object, after: object) -> float:
     """Another wire for what ``op`` gives."""
     ring = scene.schedule.rings[0][1]
@@ -92,6 +119,13 @@ def shares(scene: Scene, blocks: int) -> float:
 
     now = scene.schedule.blocks
     return min(abs(busiest(blocks) - busiest(now)), 0.05 * scene.floor_us) + abs(blocks - now) / now * scene.hops * 0.2
+
+
+def ends(graph: Graph, value: str, producer: str) -> tuple[str, str]:
+    """The names of an edge: the producer of a value and its first reader; of what an op's blocks hand to each other, the op twice."""
+    if value != graph.op(producer).out:
+        return producer, producer
+    return producer, next((op.name for op in graph.ops if value in {ref.value for ref in reads(op)}), producer)
 
 
 def attentions(graph: Graph) -> list[Attention]:

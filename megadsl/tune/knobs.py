@@ -14,7 +14,7 @@ from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
 from megadsl.dsl.schedule import BLOCK_REGISTERS, FINISHES, HINTS, PUBLISHES, RESIDUALS, SCALES
 from megadsl.ir.graph import Attention, Linear, RowMap, kept_values
-from megadsl.ir.schedule import BEGIN, END, MERGES, REGISTERS, SHARED, Flag, Sentinel, Sync, Tagged
+from megadsl.ir.schedule import BEGIN, CODE_PARTS, END, L2_BY, LOAD, MERGES, REGISTERS, SHARED, EdgeSchedule, Flag, Sentinel, Sync, Tagged
 from megadsl.lower.columns import why_whole
 from megadsl.lower.factor import factored
 from megadsl.lower.tiling import Tiling, tiling
@@ -33,6 +33,9 @@ WARPS = (4, 6, 7, 8, 10, 12, 16)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 HELD = (0, 1, 2, 3, 4, 6, 8, 12)
 L2_SIZES = tuple(n * KIB for n in (0, 32, 64, 128, 256))
+SOME_L2 = 64 * KIB
+BACK_OFFS = (0, 50, 100, 200, 400)  # ns; a poll takes 500 to 800
+POLLED = (0, 1, 2, 4, 8)  # vectors of a thread; 0: the compiler chooses
 PAUSES = (0, 100, 200, 300, 400, 600, 800, 1000)
 WIRES: tuple[Sync, ...] = (Tagged(), Sentinel(), Flag())
 MOST_WAYS = 8
@@ -42,6 +45,8 @@ FITS = 0  # stages: as many as shared memory has room for
 
 FIXED: Mapping[tuple[str, str], str] = {
     (KERNEL, "max_kv"): "the context is the user's to say",
+    (KERNEL, "warm_code_blocks"): "all blocks share a few lines each: fewer read no faster",
+    (KERNEL, "warm_code_every"): "a share of a launch's first microsecond, at each: to leave some out gains nothing",
     (KERNEL, "warps"): "the consumer role's warps are turned",
     (ROLE, "kind"): "roles are not added",
     (OP, "loader"): "roles are not added",
@@ -193,6 +198,20 @@ def _parts(scene: Scene) -> list[Subject]:
     return [(e.producer, e.producer) for e in scene.schedule.edges if e.value != scene.graph.op(e.producer).out]
 
 
+def _rings_meeting(scene: Scene) -> int:
+    ring = scene.schedule.rings[0][1]
+    return ring.meeting_window or ring.window
+
+
+def _edges(scene: Scene) -> list[Subject]:
+    """All of them, each by its producer and a reader."""
+    return [effects.ends(scene.graph, e.value, e.producer) for e in scene.schedule.edges]
+
+
+def _edge_of(scene: Scene, names: Subject) -> EdgeSchedule:
+    return next(e for e in scene.schedule.edges if effects.ends(scene.graph, e.value, e.producer) == names)
+
+
 def _held() -> Turn:
     def now(scene: Scene, of: Subject) -> int:
         return scene.schedule.op(of[0]).prefetch.registers or 0
@@ -237,6 +256,17 @@ def _ahead(scene: Scene, of: Subject) -> tuple[Decision, ...]:
     before = [op.name for op in attentions(scene.graph) if names.index(op.name) < names.index(of[0])]
     ahead_of = before[-1] if before else names[max(0, names.index(of[0]) - 1)]
     return (decision(knobs_of(OP)["ahead_of"], of, ahead_of),)
+
+
+def _asked_l2(scene: Scene, of: Subject) -> int:
+    """How many bytes come into L2 by the other way: as many as now, or some."""
+    return scene.schedule.op(of[0]).prefetch.l2_bytes or SOME_L2
+
+
+def _read_by(scene: Scene, of: Subject) -> tuple[Decision, ...]:
+    """A part of the code means something where some role reads it."""
+    role = scene.schedule.warm_up or next(r.name for r in scene.schedule.roles if r.kind == "loader")
+    return (decision(knobs_of(KERNEL)["warm_code"], (), role),)
 
 
 def _octaves(us: float, now: Callable[[Scene, Subject], object]) -> Callable[[Scene, Subject, object], float]:
@@ -310,6 +340,21 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: scene.schedule.finish,
         lambda scene, of: [who for who in FINISHES if who != scene.schedule.finish],
         lambda scene, of, value: 0.2 * scene.hops,
+    ),
+    Turn(
+        knobs_of(KERNEL)["warm_code"],
+        _whole,
+        lambda scene, of: scene.schedule.warm_up,
+        lambda scene, of: [role for role in (None, *(r.name for r in scene.schedule.roles)) if role != scene.schedule.warm_up],
+        lambda scene, of, value: effects.code(scene, read=value is not None),
+    ),
+    Turn(
+        knobs_of(KERNEL)["warm_code_part"],
+        _whole,
+        lambda scene, of: scene.schedule.warm_part,
+        lambda scene, of: [part for part in CODE_PARTS if part != scene.schedule.warm_part],
+        lambda scene, of, value: effects.TRIFLE_US,
+        _read_by,
     ),
     Turn(
         knobs_of(KERNEL)["blocks"],
@@ -399,6 +444,44 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: near(PAUSES, scene.schedule.op(of[0]).pause),
         _each_run(0.2),
     ),
+    Turn(
+        knobs_of(OP)["meeting_window"],
+        _loaded,
+        lambda scene, of: scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene),
+        lambda scene, of: near(WINDOWS, scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene)),
+        lambda scene, of, value: effects.own_window(
+            scene, of[0], scene.schedule.op(of[0]).meeting_window or _rings_meeting(scene), _number(value)
+        ),
+    ),
+    Turn(
+        knobs_of(OP)["dry_run"],
+        _linears,
+        _op_field("dry_run"),
+        lambda scene, of: [on for on in (True, False) if on != scene.schedule.op(of[0]).dry_run],
+        lambda scene, of, value: effects.dry(scene, of[0], on=bool(value)),
+    ),
+    Turn(
+        knobs_of(EDGE)["back_off"],
+        _edges,
+        lambda scene, edge: _edge_of(scene, edge).back_off,
+        lambda scene, edge: near(BACK_OFFS, _edge_of(scene, edge).back_off),
+        _each_run(0.1),
+    ),
+    Turn(
+        knobs_of(EDGE)["width"],
+        lambda scene: [edge for edge in _edges(scene) if edge[0] != edge[1]],
+        lambda scene, edge: _edge_of(scene, edge).width,
+        lambda scene, edge: [n for n in POLLED if n != _edge_of(scene, edge).width],
+        _each_run(0.1),
+    ),
     Turn(knobs_of(OP)["share_offset"], _uneven, _op_field("share_offset"), _quarters, _each_run(0.1)),
+    Turn(
+        knobs_of(OP)["l2_by"],
+        _loaded,
+        _prefetch_field("l2_by"),
+        lambda scene, of: [by for by in L2_BY if by != scene.schedule.op(of[0]).prefetch.l2_by],
+        lambda scene, of, value: effects.into_l2(scene, of[0], by_load=value == LOAD, size=_asked_l2(scene, of)),
+        lambda scene, of: (decision(knobs_of(OP)["l2"], of, _asked_l2(scene, of)), *_ahead(scene, of)),
+    ),
     Turn(knobs_of(OP)["l2"], _loaded, _prefetch_field("l2_bytes"), lambda scene, of: L2_SIZES, _each_run(0.1), _ahead),
 )

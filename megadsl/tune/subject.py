@@ -12,13 +12,13 @@ from megadsl.build.nvcc import NVCC_FAILED, build_cubin
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model, load_model
 from megadsl.dsl.chosen import choose
-from megadsl.dsl.overrides import Decision, Override, Overrides, SetRing, SetSync, recorded
+from megadsl.dsl.overrides import Decision, Override, Overrides, SetPoll, SetRing, SetSync, recorded
 from megadsl.entries import digest
 from megadsl.machine import machine
 from megadsl.resources import include
 from megadsl.runtime.contest_kinds import REFUSED, Kernel
 from megadsl.tune.bench import NOT_BUILT, Built, Failed
-from megadsl.tune.effects import Scene
+from megadsl.tune.effects import Scene, ends
 from megadsl.tune.space import Point, rounding
 
 EMULATOR = "cpu"
@@ -86,6 +86,10 @@ def _named(decision: Decision, found: Compiled) -> Decision:
     if decision.record is SetSync and rest != [first]:
         value = found.graph.op(first).out
         return replace(decision, subject=(next(e.producer for e in found.schedule.edges if e.value == value),))
+    if decision.record is SetPoll and rest != [first]:
+        value = found.graph.op(first).out
+        of = next(e for e in found.schedule.edges if e.value == value)
+        return replace(decision, subject=ends(found.graph, of.value, of.producer))
     return decision
 
 

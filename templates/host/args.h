@@ -111,6 +111,8 @@ struct LaunchResult {
   u64 copies;             // asynchronous operations completed
   u64 fingerprint;        // hash over the whole schedule
   u64 changes;            // times a mutant did something wrong
+  u64 code_prefetches;    // of lines of the kernel's code,
+  u64 code_lines;         // and how many different ones
   u32 point_count;        // records written
   char message[256];      // of a fault
 };
@@ -121,6 +123,7 @@ struct LaunchArgs {
   const u32* shape;
   u32 shape_words;
   u32 blocks, threads, cluster, smem_bytes;
+  u32 code_bytes;     // of the kernel's code, as it is told them; 0: unknown
   u32 kernel, layer;  // where a step is several launches: which kernel of the library, for which layer
   u64 seed;        // 0: round robin, short copies; else a random schedule
   u64 step_limit;  // 0: none

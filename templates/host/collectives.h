@@ -147,6 +147,15 @@ MK_FN void cluster_wait() {
   detect::cluster_passed(me);
 }
 
+// Shared memory of a block that has left belongs to another one: nothing may land there any more. (One that was given up cannot wait.)
+MK_FN void check_landed(const Block& b) {
+  if (rt.aborted) return;
+  for (u32 w = 0; w < rt.num_threads / kWarpSize; ++w)
+    if (b.warps[w].alive != 0) return;
+  for (const Agent& a : rt.agents)
+    if (a.dst >= b.arena && a.dst < b.arena + rt.smem_bytes) fault("a block ends with %u bytes on their way into its shared memory", a.bytes);
+}
+
 // The running lane leaves the kernel: collectives and cluster barriers no longer count it.
 MK_FN void exit_lane() {
   Lane& me = *rt.lane;
@@ -162,6 +171,7 @@ MK_FN void exit_lane() {
   --c.alive;
   complete_cluster_if_all_arrived(c);
   if (w.alive != 0 && w.arrived == w.alive && w.perform(w)) release_lanes(w);
+  check_landed(*rt.block);
   run_others();
 }
 

@@ -141,6 +141,7 @@ struct Runtime {
   std::vector<Agent> agents;  // heap, earliest on top
   u64 agents_issued;
   std::vector<LaneLoad> uncounted;
+  std::vector<bool> code_lines;  // those that were prefetched
   StackPool stacks;
 };
 

@@ -120,6 +120,7 @@ MK_FN void reset_runtime(const LaunchArgs& a, void (*entry)()) {
   rt.agents.clear();
   rt.agents_issued = 0;
   rt.uncounted.clear();
+  rt.code_lines.clear();
   LaunchResult& r = *a.result;
   r.hang_count = 0;
   r.changes = r.point_count = 0;

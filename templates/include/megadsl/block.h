@@ -37,8 +37,18 @@ MK_DEV void meet_teams() {
 #endif
 }
 
-// kFinishes: a further warp, Finisher, does what comes behind the partial sums.
-template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_, bool kFinishes_ = false>
+// Where the word of a meeting lies in shared memory: the low bits of what Shape has for it. Those above say how much may be in flight until
+// then, where ops have windows of their own (OwnWindows).
+constexpr u32 kMeetingPlace = 18;
+
+// The areas of an op that tells another meeting than the last one told.
+MK_DEV SmemShape with_meeting(SmemShape smem, i32 meeting) {
+  smem.meeting = meeting;
+  return smem;
+}
+
+// kFinishes: a further warp, Finisher, does what comes behind the partial sums. kOwnWindows: some op has a window of its own.
+template <u32 kTokens_, u32 kWarps_, u32 kFirstWarp_, bool kFinishes_ = false, bool kOwnWindows = false>
 struct Block {
   static constexpr bool kFinishes = kFinishes_;
   static constexpr u32 kTokens = kTokens_;
@@ -85,6 +95,10 @@ struct Block {
 
   // Tells the loaders that the block is about to meet others, or that it has met them.
   MK_DEV void meeting(i32 word, bool ahead) const {
+    if constexpr (kOwnWindows) {
+      if (thread == 0) ptx::st_shared_hint(at<u32>(word & ((1 << kMeetingPlace) - 1)), ahead ? u32(word) >> kMeetingPlace : 0u);
+      return;
+    }
     if (thread == 0) ptx::st_shared_hint(at<u32>(word), ahead ? 1u : 0u);
   }
 

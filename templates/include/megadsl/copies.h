@@ -12,6 +12,7 @@ struct BulkCopies {
   MK_DEV static bool leads() { return true; }
   MK_DEV static void meet() {}
   MK_DEV static bool any(bool p) { return p; }
+  MK_DEV static u32 same(u32 v) { return v; }
   template <class Attempt>
   MK_DEV static bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
     return mk::wait(cx, site, tile, expected, attempt);
@@ -39,6 +40,7 @@ struct LaneCopies {
   MK_DEV static bool leads() { return ptx::lane_id() == 0; }
   MK_DEV static void meet() { ptx::syncwarp(); }
   MK_DEV static bool any(bool p) { return ptx::any(p); }
+  MK_DEV static u32 same(u32 v) { return ptx::shfl(v, 0); }
   template <class Attempt>
   MK_DEV static bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
     return wait_warp<ptx::kPollsAtOnce>(cx, site, tile, expected, attempt);

@@ -212,7 +212,7 @@ MK_DEV bool raised(const ExchangeShape& e, const Round& round, u32 owner, u32& o
 // whether its flag is raised, if the wire has flags. What is not wanted lies ready in `v`. All lanes of a warp call it together.
 template <class Wire, u32 kCount, class From, class Told>
 MK_DEV void poll_vectors(const Context& cx, u32 site, u32 tile, u32 sequence, u32& pending, u32x4 (&v)[kCount], From from, Told told) {
-  wait_warp<ptx::kPollsAtOnce>(cx, site, tile, sequence, [&](u32& observed) {
+  wait_warp<ptx::kPollsAtOnce, Wire::kBackOff>(cx, site, tile, sequence, [&](u32& observed) {
     if constexpr (Wire::kFlagged) {
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i)

@@ -2,6 +2,7 @@
 #pragma once
 #include "megadsl/batch.h"
 #include "megadsl/bias.h"
+#include "megadsl/code.h"
 #include "megadsl/custom.h"
 #include "megadsl/direct.h"
 #include "megadsl/embed.h"

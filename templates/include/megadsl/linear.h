@@ -11,8 +11,9 @@
 // The columns may be split as well (parts.h): then what is shared out over the blocks are the row groups of part 0, behind
 // them those of part 1, and so on, and a block gathers the columns of those parts alone that it has row groups of.
 #pragma once
-#include "megadsl/block.h"
+#include "megadsl/dry.h"
 #include "megadsl/formats.h"
+#include "megadsl/tile_sums.h"
 
 namespace mk {
 
@@ -74,58 +75,6 @@ MK_DEV void for_each_pass(u32 groups, u32 chunks, RowGroups own, F f) {
 // Tiles that a warp takes at a time: enough independent loads and products to hide their latencies, so that tiles that wait
 // in the ring are consumed faster than HBM fills it.
 constexpr u32 kTilesAtOnce = 2;
-
-// A warp's products of one tile. Up to 4 tokens both ranges share one accumulator, up to 8 each has one. More tokens are the mma's M and
-// the weights its N, so that no half of it is dropped; the two k16 steps of a panel have an accumulator each.
-template <u32 kTokens>
-struct TileSums {
-  static constexpr bool kShared = kTokens <= 4;
-  static constexpr bool kTokensAreM = kTokens > 8;
-  static constexpr u32 kHalves = kTokensAreM ? 2 : 1;
-  static constexpr u32 kParts = kShared ? 1 : 2;
-  float part[kParts][4] = {};
-
-  MK_DEV void add(const TileSums& other) {
-#pragma unroll
-    for (u32 i = 0; i < kParts * 4; ++i) part[i / 4][i % 4] += other.part[i / 4][i % 4];
-  }
-  // Multiplies the panel's weights of lane (g, q) by the activations of that panel.
-  MK_DEV void multiply(u32x4 w, smem_ptr<char> panel, u32 g, u32 q) {
-    if (kShared) {
-      u32x2 x = {0, 0};
-      if (g % 4 < kTokens) x = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((g / 4 * kTokens + g % 4) * 4 + q) * 8));
-      ptx::mma_m16n8k16(part[0], w.x, w.y, w.z, w.w, x.x, x.y);
-      return;
-    }
-    u32x2 x[kHalves][2] = {};  // of tokens g + 8 * half: what lane q has of each range
-#pragma unroll
-    for (u32 i = 0; i < kHalves * 2; ++i) {
-      const u32 token = g + 8 * (i / 2);
-      if (token < kTokens) x[i / 2][i % 2] = ptx::ld_shared<u32x2>(panel.template at<u32x2>(((i % 2 * kTokens + token) * 4 + q) * 8));
-    }
-    const u32x2(&other)[2] = x[kHalves - 1];
-    if (kTokensAreM) {
-      multiply_tokens(w, {x[0][0].x, other[0].x, x[0][1].x, other[1].x}, {x[0][0].y, other[0].y, x[0][1].y, other[1].y});
-    } else {
-      ptx::mma_m16n8k16(part[0], w.x, w.y, w.z, w.w, x[0][0].x, x[0][0].y);
-      ptx::mma_m16n8k16(part[kParts - 1], w.x, w.y, w.z, w.w, x[0][1].x, x[0][1].y);
-    }
-  }
-  // The same with both k16 steps' A operands: {token g, token g + 8, g, g + 8} of the pairs 0 and 1, and of the pairs 2 and 3.
-  MK_DEV void multiply_tokens(u32x4 w, u32x4 low, u32x4 high) {
-    ptx::mma_m16n8k16(part[0], low.x, low.y, low.z, low.w, w.x, w.y);
-    ptx::mma_m16n8k16(part[kParts - 1], high.x, high.y, high.z, high.w, w.z, w.w);
-  }
-  // Two finished sums. Up to 8 tokens, of row g: tokens 2q and 2q + 1; with a shared accumulator lanes q < 2 hold them. Else of token
-  // g + 8 * half: rows 2q and 2q + 1.
-  MK_DEV void finish(u32 half, float (&sum)[2]) const {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      if (kTokensAreM) sum[i] = part[0][2 * half + i] + part[kParts - 1][2 * half + i];
-      else sum[i] = part[0][i] + (kShared ? ptx::shfl_xor(part[0][2 + i], 2) : part[kParts - 1][2 + i]);
-    }
-  }
-};
 
 // Adds the products of kCount tiles to their sums. Tile i meets the activations from byte i * stride on.
 template <u32 kCount, class G, class B>
@@ -233,11 +182,15 @@ MK_DEV void leave_partials(const B& block, smem_ptr<float> partials, const TileS
 }
 
 // The geometry of a matrix's tiles, known when the kernel is compiled: panels per tile, tiles per row group and chunk, parts
-// of the columns, chunks of a part, row groups of a pass (all where there is one chunk), and tiles in one stage of the ring. Format_ is one of formats.h.
-template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u, u32 kTogether_ = 1, class Format_ = Bf16Weights>
+// of the columns, chunks of a part, row groups of a pass (all where there is one chunk), and tiles in one stage of the ring. Format_ is one
+// of formats.h. kDry: 0, or
+// for a dry run (dry.h) 1 and the stages in front of the first tile.
+template <u32 kPanels_, u32 kPieces_, u32 kWays_, u32 kChunks_ = 1, u32 kGroups_ = ~0u, u32 kTogether_ = 1,
+          class Format_ = Bf16Weights, u32 kDry_ = 0>
 struct Tiles {
   using Format = Format_;
   static constexpr u32 kTileBytes = ceil_div(kPanels_ * Format::kPanelBytes, 16) * 16;
+  static constexpr u32 kDry = kDry_;
   static constexpr u32 kTogether = kTogether_;
   static constexpr u32 kPanels = kPanels_;
   static constexpr u32 kPieces = kPieces_;
@@ -296,29 +249,40 @@ MK_DEV void consume_held(const B& block, const Held<G, kTiles, kEverywhere, kWho
 }
 
 // Consumes the tiles of row groups [first, last) of one chunk (of all parts' chunks), as far as `at` has not, and leaves each group's
-// partial sums. Where a group is one tile, tiles of neighbouring groups go together.
-template <class G, class B, class R>
+// partial sums. Where a group is one tile, tiles of neighbouring groups go together. `input`: Begun, or a DryRun.
+template <class G, class B, class R, class Begins = Begun>
 MK_DEV void consume_tiles(const B& block, R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk,
-                          smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op, Progress<B>& at) {
+                          smem_ptr<char> activations, smem_ptr<float> partials, i32 meeting, bool ends_op, Progress<B>& at, Begins input = {}) {
   constexpr u32 kTileBytes = G::kPanels * kPanel * B::kTokens * 2;  // of activations
   constexpr bool kSingle = G::kPieces == 1, kAlwaysAll = kTogether<R> == kTilesAtOnce && G::kPieces % kTilesAtOnce == 0;
 #pragma unroll 1
-  while (at.group < last) {
+  while (input.due() || at.group < last) {
+    const bool dry = input.due();
     const u32 count = min_u32(kTogether<R>, kSingle ? last - at.group : G::kPieces - at.piece);
-    if (ends_op && at.group + (kSingle ? count : 1) >= last && (kSingle || at.piece + count >= G::kPieces)) block.meeting(meeting, true);
+    if (!dry && ends_op && at.group + (kSingle ? count : 1) >= last && (kSingle || at.piece + count >= G::kPieces)) block.meeting(meeting, true);
     const u32 tile = at.group * u32(s.pieces) + chunk * G::kPieces + at.piece;
-    smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
+    if (input.runs(block, reader, at.group < last ? count : 0)) {
+      smem_ptr<char> tiles[kTilesAtOnce] = {activations, activations};
 #pragma unroll
-    for (u32 i = 0; i < kTogether<R>; ++i)
-      if (kAlwaysAll || i < count) tiles[i] = reader.wait_stage(site, tile + i, i);
-    if (at.group == first && at.piece == 0) trace(block.cx, Event::kTile, site, tile);
-    const smem_ptr<char> x = activations.template at<char>(at.piece * kTileBytes);
-    if (kAlwaysAll || count == kTilesAtOnce) {
-      multiply_tiles<kTilesAtOnce, G>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
-      reader.template release<kTilesAtOnce>();
-    } else {
-      multiply_tiles<1, G>(block, tiles, x, 0, at.sums);
-      reader.template release<1>();
+      for (u32 i = 0; i < kTogether<R>; ++i)
+        if (kAlwaysAll || i < count) {
+          if constexpr (Begins::kDry) tiles[i] = dry ? reader.stage(Begins::kAhead + i) : reader.wait_stage(site, tile + i, i);
+          else tiles[i] = reader.wait_stage(site, tile + i, i);
+        }
+      if (!dry && at.group == first && at.piece == 0) trace(block.cx, Event::kTile, site, tile);
+      const smem_ptr<char> x = dry ? tiles[0] : activations.template at<char>(at.piece * kTileBytes);
+      if (kAlwaysAll || count == kTilesAtOnce) {
+        multiply_tiles<kTilesAtOnce, G>(block, tiles, x, kSingle ? 0 : kTileBytes, at.sums);
+        if (!dry) reader.template release<kTilesAtOnce>();
+      } else {
+        multiply_tiles<1, G>(block, tiles, x, 0, at.sums);
+        if (!dry) reader.template release<1>();
+      }
+    }
+    if (dry) {
+      at.sums[0] = at.sums[1] = TileSums<B::kTokens>();
+      input.bring();
+      continue;
     }
     at.piece += count;
     if (!kSingle && at.piece < G::kPieces) continue;
@@ -353,6 +317,13 @@ struct Input {
   MK_DEV void consume(R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, smem_ptr<float> partials, i32 meeting, bool ends_op,
                       Progress<B>& at) const {
     consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, meeting, ends_op, at);
+  }
+  template <class R, class Begins>
+  MK_DEV void consume_dry(R& reader, u32 site, const LinearShape& s, u32 first, u32 last, u32 chunk, smem_ptr<float> partials, i32 meeting, bool ends_op,
+                          Begins begins) const {
+    static_assert(B::kTokens * kPanel * 2 * kTilesAtOnce <= kGroupRows * kPanel * 2, "a tile stands for the activations of two");
+    Progress<B> at = {first};
+    consume_tiles<G>(block, reader, site, s, first, last, chunk, activations, partials, meeting, ends_op, at, begins);
   }
 };
 
@@ -421,6 +392,7 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   Input<G, B, Gather> input(block, smem, gather);
   u32 turn = 0;
   Progress<B> ahead = {own.begin};
+  [[maybe_unused]] bool waits = false, fresh = true;  // of dry runs
   const auto gather_chunk = [&](u32 column) {
     block.meet();
     trace(block.cx, Event::kWait, site, column);
@@ -441,7 +413,11 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
       const ChunkSums chunks = {block.template at<float>(smem.sums) + (first - pass.begin) * B::kTokens * kGroupRows, chunk == 0,
                                 chunk + 1 == G::kChunks};
       Progress<B> begun = {first};
-      if (!H::kWhole)
+      if constexpr (G::kDry != 0) {
+        const auto bring = [&] { gather_chunk(part * G::kChunks + chunk), block.meeting(smem.meeting, false); };
+        input.consume_dry(reader, site, s, first, last, part * G::kChunks + chunk, partials, smem.meeting, chunks.last && item + (last - first) == own.end,
+                          DryRun<G::kDry - 1, decltype(bring)>{waits, fresh, bring});
+      } else if (!H::kWhole)
         input.consume(reader, site, s, first, last, part * G::kChunks + chunk, partials, smem.meeting,
                       chunks.last && item + (last - first) == own.end, H::kTiles == 0 ? begun : ahead);
       trace(block.cx, Event::kTaken, site, reader.taken.now());
@@ -457,7 +433,9 @@ MK_DEV void run_tiles(const B& block, R& reader, u32 site, const LinearShape& s,
   };
   for_each_part(s, G::kWays, own, [&](u32 part, RowGroups groups) {
     for_each_pass(G::kGroups, G::kChunks, groups, [&](u32 first, u32 last, u32 chunk) {
-      if (H::kTiles == 0) {
+      if (G::kDry != 0) {
+        waits = ptx::opaque(1u) != 0;  // the first batch brings it; opaque: or the compiler would make a copy of the loop's first iteration
+      } else if (H::kTiles == 0) {
         gather_chunk(part * G::kChunks + chunk);
         block.meeting(smem.meeting, false);
       }

@@ -12,6 +12,7 @@
 #include "megadsl/ptx/block.h"
 #include "megadsl/ptx/cluster.h"
 #include "megadsl/ptx/launch.h"
+#include "megadsl/ptx/code.h"
 #include "megadsl/ptx/registers.h"
 #include "megadsl/ptx/time.h"
 #include "megadsl/ptx/math.h"

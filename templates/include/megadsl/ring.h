@@ -8,9 +8,47 @@
 
 namespace mk {
 
-template <u32 kStages_, u32 kStageBytes_, class Copies_>
+// How much may be in flight: less while the consumers are about to meet other blocks, since the loads of an exchange queue
+// behind it. Bytes, or stages where a loader counts in them.
+struct Window {
+  u32 usual, at_meetings;
+  smem_ptr<u32> meeting;  // not 0 around a meeting
+
+  // At least one stage, and at most the ring's: one round behind, a loader could not tell the parity of what it waits for.
+  MK_DEV Window in_stages(u32 stage_bytes, u32 stages) const {
+    return {min_u32(max_u32(usual / stage_bytes, 1), stages), min_u32(max_u32(at_meetings / stage_bytes, 1), stages), meeting};
+  }
+  template <class Copies>
+  MK_DEV u32 now() const { return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings; }
+};
+
+// The same where ops have windows of their own: what the consumers tell is not only that they meet, but also how much may be in flight until
+// they have met, in units (1: as the ring says).
+constexpr u32 kWindowUnit = 128;
+template <u32 kStageBytes>
+struct OwnWindows {
+  u32 usual, at_meetings;  // stages
+  smem_ptr<u32> meeting;
+  u32 most;
+
+  MK_DEV OwnWindows(Window of) : usual(of.usual), at_meetings(of.at_meetings), meeting(of.meeting), most(0) {}
+  MK_DEV OwnWindows in_stages(u32 stage_bytes, u32 stages) const {
+    OwnWindows found = Window{usual, at_meetings, meeting}.in_stages(stage_bytes, stages);
+    found.most = stages;
+    return found;
+  }
+  template <class Copies>
+  MK_DEV u32 now() const {
+    const u32 told = Copies::same(ptx::ld_shared_volatile(meeting));
+    if (told <= 1) return told == 0 ? usual : at_meetings;
+    return min_u32(max_u32((told - 1) * kWindowUnit / kStageBytes, 1), most);
+  }
+};
+
+template <u32 kStages_, u32 kStageBytes_, class Copies_, class Bound_ = Window>
 struct Ring {
   using Copies = Copies_;
+  using Bound = Bound_;  // of what is in flight
   static constexpr u32 kStages = kStages_;
   static constexpr u32 kStageBytes = kStageBytes_;
 
@@ -42,19 +80,16 @@ struct Cursor {
   }
 };
 
-// How much may be in flight: less while the consumers are about to meet other blocks, since the loads of an exchange queue
-// behind it. Bytes, or stages where a loader counts in them.
-struct Window {
-  u32 usual, at_meetings;
-  smem_ptr<u32> meeting;  // not 0 around a meeting
-
-  // At least one stage, and at most the ring's: one round behind, a loader could not tell the parity of what it waits for.
-  MK_DEV Window in_stages(u32 stage_bytes, u32 stages) const {
-    return {min_u32(max_u32(usual / stage_bytes, 1), stages), min_u32(max_u32(at_meetings / stage_bytes, 1), stages), meeting};
+// A copy that has been issued lands without anybody's help, also when the launch was given up.
+template <class Copies>
+MK_DEV void await_landed(const Context& cx, smem_ptr<u64> barrier, u32 parity, u32 site) {
+  constexpr u32 kMostPolls = 1u << 22;
+  bool done = false;
+  for (u32 polls = 0; !done && polls < kMostPolls; ++polls) {
+    done = Copies::passed(barrier, parity);
+    if (!done) ptx::poll_pause({site, cx.layer, 0, 0, 0});
   }
-  template <class Copies>
-  MK_DEV u32 now() const { return usual == at_meetings || !Copies::any(ptx::ld_shared_volatile(meeting) != 0) ? usual : at_meetings; }
-};
+}
 
 // The producing end. One lane uses it, or all of a warp do the same.
 template <class R>
@@ -68,9 +103,9 @@ struct Loader {
   Cursor<R::kStages> landed;
   u32 in_flight = 0;
   u32 last_site = 0;  // of the latest load, for the report of a drain that never ends
-  Window window;
+  typename R::Bound window;
 
-  MK_DEV Loader(const Context& context, R r, Window bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
+  MK_DEV Loader(const Context& context, R r, typename R::Bound bound) : cx(context), ring(r), window(bound.in_stages(R::kStageBytes, R::kStages)) {}
 
   MK_DEV void load(u32 site, u32 tile, const char* source, u32 bytes, u64 policy) {
     load_parts(site, tile, bytes, [&](smem_ptr<char> stage, smem_ptr<u64> full) { Copies::copy(stage, source, bytes, full, policy); });
@@ -97,18 +132,10 @@ struct Loader {
 
   // Copies must not outlive the block: called last, also when the launch was given up. They land without anybody's help.
   MK_DEV void drain() {
-    for (; in_flight != 0; --in_flight, landed.advance()) {
-      bool done = false;
-      for (u32 polls = 0; !done && polls < kDrainPolls; ++polls) {
-        done = Copies::passed(ring.full + landed.slot, landed.parity);
-        if (!done) ptx::poll_pause({last_site, cx.layer, 0, 0, 0});
-      }
-    }
+    for (; in_flight != 0; --in_flight, landed.advance()) await_landed<Copies>(cx, ring.full + landed.slot, landed.parity, last_site);
   }
 
  private:
-  static constexpr u32 kDrainPolls = 1u << 22;
-
   MK_DEV bool wait_barrier(u32 site, u32 tile, smem_ptr<u64> barrier, u32 parity) const {
     return Copies::wait(cx, site, tile, parity, PhasePassed<Copies>{barrier, parity});
   }
@@ -146,6 +173,12 @@ struct Reader {
 #pragma unroll 1
     for (u32 i = 0; i < count; ++i, there.advance())
       wait_barrier<typename R::Copies>(cx, site, tile + i, ring.full + there.slot, there.parity);
+  }
+  // Whether the stage `ahead` positions further on has landed, without waiting for it.
+  MK_DEV bool landed(u32 ahead) const {
+    Cursor<R::kStages> there = at;
+    for (u32 i = 0; i < ahead; ++i) there.advance();
+    return ptx::mbar_test_wait(ring.full + there.slot, there.parity);
   }
   MK_DEV smem_ptr<char> stage(u32 ahead) const {
     const u32 slot = at.slot + ahead;

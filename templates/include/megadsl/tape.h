@@ -6,6 +6,7 @@
 #include "megadsl/units.h"
 #include "megadsl/linear.h"
 #include "megadsl/pages.h"
+#include "megadsl/scratch.h"
 #include "megadsl/sequences.h"
 #include "megadsl/steps.h"
 
@@ -15,7 +16,7 @@ enum class Play : u32 { kWeights, kCache, kPrefetch, kGate, kRows, kPrefetchCach
 
 struct TapeEntry {
   Play kind;
-  u32 site;          // kPrefetch, kPrefetchCache: how many layers ahead
+  u32 site;          // kPrefetch, kPrefetchCache: how many layers ahead, and by_load()
   u32 base;          // 16-byte units from the start of the arena
   u32 layer_stride;  // likewise
   u32 bytes;         // of the run; of one cache chunk for kCache
@@ -29,6 +30,10 @@ struct TapeEntry {
   u32 splits_inverse;  // Divisor::inverse
 };
 static_assert(sizeof(TapeEntry) == 56, "lowering reserves this much per entry");
+
+// Added to an entry that prefetches: by loads, which wait at the site. 0: by instructions.
+constexpr u32 kLayersAhead = 256;
+MK_DEV constexpr u32 by_load(u32 site) { return (site + 1) * kLayersAhead; }
 
 // A vector weight, in 16-byte units from the start of the weight arena; `bytes` a multiple of 16.
 struct VectorShape {
@@ -90,8 +95,9 @@ struct OneSequence {
 };
 
 // kWindows: some attention sees a window of the rows. kAhead: something is prefetched into L2 for the layer behind, or cached rows are. W:
-// OneWindow, or LayerWindows. All: whose rows. Rows: where they lie.
-template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow, class All = OneSequence, class Rows = Stretches>
+// OneWindow, or LayerWindows. All: whose rows. Rows: where they lie. S: where loads into L2 land, if there are any.
+template <class R, bool kWindows = false, bool kAhead = false, class W = OneWindow, class All = OneSequence, class Rows = Stretches,
+          class S = NoScratch>
 struct Tape {
   using Copies = typename R::Copies;
 
@@ -108,11 +114,12 @@ struct Tape {
   All all;
   Rows cached_rows;
   u32 first_epoch;  // of the launch
+  S scratch;
 
-  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, Window window, Step first, u32 gate_rounds, W w = {}, All sequences = {},
-              Rows rows = {})
+  MK_DEV Tape(const Context& context, const Buffers& b, R ring, smem_ptr<TapeEntry> at, typename R::Bound window, Step first, u32 gate_rounds, W w = {}, All sequences = {},
+              Rows rows = {}, S loads = {})
       : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w), all(sequences),
-        cached_rows(rows), first_epoch(first.epoch) {}
+        cached_rows(rows), first_epoch(first.epoch), scratch(loads) {}
 
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
@@ -160,18 +167,18 @@ struct Tape {
   }
 
   // Asks for the first `l2_bytes` of this block's share of a matrix ahead of the ring, at most of one part of the columns.
-  MK_DEV void prefetch(const LinearShape& s, u32 ahead = 0) {
+  MK_DEV void prefetch(const LinearShape& s, u32 ahead = 0, u32 by = 0) {
     bool first = true;
     for_each_part(s, u32(s.ways), own_groups(cx, s), [&](u32 part, RowGroups own) {
-      if (first) runs(Play::kPrefetch, ahead, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
+      if (first) runs(Play::kPrefetch, ahead + by, s, own, part, u32(s.pieces) / u32(s.ways), u32(s.l2_bytes), 0);
       first = false;
     });
   }
 
   // The same of the cached rows of each of this block's units, for the streamed ones.
   template <class T>
-  MK_DEV void prefetch_cache(const AttentionShape& s, u32 l2_bytes, u32 ahead) {
-    add({Play::kPrefetchCache, ahead, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, R::kStageBytes, T::kWindow, l2_bytes, 0, u32(s.head_stride),
+  MK_DEV void prefetch_cache(const AttentionShape& s, u32 l2_bytes, u32 ahead, u32 by = 0) {
+    add({Play::kPrefetchCache, ahead + by, u32(s.kv), u32(s.layer_stride), T::kChunkBytes, fetch_bytes(), T::kWindow, l2_bytes, 0, u32(s.head_stride),
          u32(s.kv_heads) * u32(s.splits), u32(s.splits), u32(s.splits_inverse)});
   }
 
@@ -193,7 +200,7 @@ struct Tape {
         continue;
       }
       if constexpr (kAhead) {
-        if (e.kind == Play::kPrefetchCache || (e.kind == Play::kPrefetch && e.site != 0)) {
+        if (e.kind == Play::kPrefetchCache || (e.kind == Play::kPrefetch && layers_ahead(e) != 0)) {
           prefetch_ahead(e);
           continue;
         }
@@ -220,6 +227,18 @@ struct Tape {
   }
 
  private:
+  MK_DEV static u32 layers_ahead(const TapeEntry& e) { return S::kLoads ? e.site % kLayersAhead : e.site; }
+  // What L2 is asked for at once.
+  MK_DEV static constexpr u32 fetch_bytes() {
+    if constexpr (S::kLoads) return S::kSlotBytes;
+    else return R::kStageBytes;
+  }
+  MK_DEV void fetch(const TapeEntry& e, const char* source, u32 bytes) {
+    if constexpr (S::kLoads) {
+      if (e.site >= kLayersAhead) return scratch.template load<Copies>(cx, e.site / kLayersAhead - 1, source, bytes);
+    }
+    if constexpr (Copies::kPrefetches) Copies::prefetch(source, bytes);
+  }
   // Of each of the row groups, tiles [index * count, index * count + count); at most `most` bytes of them all.
   MK_DEV void runs(Play kind, u32 site, const LinearShape& s, RowGroups own, u32 index, u32 count, u32 most, u64 policy) {
     const u32 tile_bytes = u32(s.tile_bytes), pieces = u32(s.pieces), groups = own.end - own.begin;
@@ -227,7 +246,7 @@ struct Tape {
     const bool whole = count == pieces;
     const u32 tile = own.begin * pieces + index * count, bytes = min_u32((whole ? groups : 1) * count * tile_bytes, most);
     add({kind, site, u32(s.weights) + tile * (tile_bytes / 16), u32(s.layer_stride), bytes,
-         kind == Play::kPrefetch ? R::kStageBytes : u32(s.together) * tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
+         kind == Play::kPrefetch ? fetch_bytes() : u32(s.together) * tile_bytes, tile, whole ? 1 : min_u32(groups, max_u32(most / bytes, 1)), policy,
          pieces * (tile_bytes / 16), pieces, 0, 0});
   }
   MK_DEV Run weight_run(const TapeEntry& e, u32 pass, u32 layer) const {
@@ -304,9 +323,9 @@ struct Tape {
 #pragma unroll 1
     for (u32 done = 0; done < run.bytes; done += e.step, ++tile) {
       const u32 bytes = min_u32(e.step, run.bytes - done);
-      if constexpr (Copies::kPrefetches) {
+      if constexpr (Copies::kPrefetches || S::kLoads) {
         if (e.kind == Play::kPrefetch) {
-          Copies::prefetch(run.source + done, bytes);
+          fetch(e, run.source + done, bytes);
           continue;
         }
       }
@@ -314,9 +333,9 @@ struct Tape {
     }
   }
   // Asks for what a later layer streams. Rows that this launch still appends may be among them: L2 has them as they come.
-  MK_DEV void prefetch_ahead(const TapeEntry& e) const {
+  MK_DEV void prefetch_ahead(const TapeEntry& e) {
     const bool cached = e.kind == Play::kPrefetchCache;
-    const u32 layer = cx.layer + e.site, units = cached ? e.units : cx.block + 1, repeats = cached ? 1 : e.repeats;
+    const u32 layer = cx.layer + layers_ahead(e), units = cached ? e.units : cx.block + 1, repeats = cached ? 1 : e.repeats;
     if (layer >= layers) return;
     if constexpr (!All::kSeveral && Rows::kPaged) {
       if (cached) {
@@ -331,7 +350,7 @@ struct Tape {
         const Run run = cached ? cache_run(e, unit, layer) : weight_run(e, pass, layer);
         const u32 size = cached ? min_u32(run.bytes, e.repeats) : run.bytes;
 #pragma unroll 1
-        for (u32 done = 0; done < size; done += e.step) Copies::prefetch(run.source + done, min_u32(e.step, size - done));
+        for (u32 done = 0; done < size; done += e.step) fetch(e, run.source + done, min_u32(e.step, size - done));
       }
   }
   // The first `repeats` bytes of each unit's rows, page by page.

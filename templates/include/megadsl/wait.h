@@ -93,7 +93,8 @@ MK_DEV bool wait(const Context& cx, u32 site, u32 tile, u32 expected, Attempt at
 
 // The same for a whole warp: all lanes call it together, and leave it together once the attempt of each has returned true. Lanes that leave one by
 // one also go on one by one, and a collective behind that takes the slow way to bring them together (docs/performance.md, step 35).
-template <u32 kAtOnce = 1, class Attempt>
+// kBackOff: ns that it sleeps behind each attempt in vain.
+template <u32 kAtOnce = 1, u32 kBackOff = 0, class Attempt>
 MK_DEV bool wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attempt attempt) {
   u32 observed = 0;
   bool there = false;
@@ -101,11 +102,12 @@ MK_DEV bool wait_warp(const Context& cx, u32 site, u32 tile, u32 expected, Attem
   chaos(cx, Place::kWait, site, tile);
   for (u32 polls = 1;; ++polls) {
 #pragma unroll 1
-    for (u32 i = 0; i < kAtOnce; ++i) {
+    for (u32 i = 0; i < (kBackOff != 0 ? 1 : kAtOnce); ++i) {
       there = (ptx::kParks && there) || attempt(observed) || ptx::skips_wait();  // a lane that may park does not poll again
       if (MK_LIKELY(ptx::all(there))) return true;
     }
     if (ptx::any(detail::gives_up(cx, site, tile, expected, observed, there ? 0 : polls))) return false;
+    if (kBackOff != 0) ptx::nanosleep(kBackOff);
   }
 }
 

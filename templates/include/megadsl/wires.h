@@ -20,6 +20,7 @@ constexpr u32 kLastsPerVector = 7;    // last elements of units in one extra vec
 struct WholeVectors {
   static constexpr bool kWords = false;
   static constexpr bool kAsync = false;
+  static constexpr u32 kBackOff = 0;  // ns that a reader sleeps behind a poll in vain
   MK_DEV static u32x4 load(const u32x4* from) { return ptx::ld_relaxed(from); }
   MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed(to, x); }
 };
@@ -96,6 +97,12 @@ struct Words : Wire {
   static constexpr bool kWords = true;
   MK_DEV static u32x4 load(const u32x4* from) { return ptx::ld_relaxed_words(from); }
   MK_DEV static void store(u32x4* to, u32x4 x) { ptx::st_relaxed_words(to, x); }
+};
+
+// A wire whose readers sleep between polls.
+template <class Wire, u32 kNanoseconds>
+struct BackOff : Wire {
+  static constexpr u32 kBackOff = kNanoseconds;
 };
 
 // A wire's vectors where each is four fp32 values.

@@ -65,6 +65,79 @@ def level_as_text(s: ScheduleBlock) -> None:
     # mend: "gpu" => «mk.Level.GPU»
 
 
+def dry_attention(s: ScheduleBlock) -> None:
+    s["attention"].dry_run()
+    # MK236 `s["attention"].dry_run(` | 'attention' cannot run dry: it multiplies no tiles | let linears run dry
+    # mend: s["attention"] => s["lm_head"].gather("shared")
+
+
+def dry_and_held(s: ScheduleBlock) -> None:
+    s["lm_head"].gather("shared").prefetch(registers=2).dry_run()
+    # MK236 `s["lm_head"].gather("shared").prefetch(registers=2).dry_run(` | its first tiles are held in registers | or leave .dry_run() out
+    # mend: prefetch(registers=2) => «prefetch(registers=0)»
+
+
+def large_meeting(s: ScheduleBlock) -> None:
+    s["o_proj"].poll(meeting_window=1024 * KIB)
+    # MK166 `s["o_proj"].poll(` | meeting_window of 'o_proj', in bytes, is 1048576 | choose a value from 0 to 232448
+    # mend: 1024 * KIB => «0 to (\d+)»
+
+
+def meeting_of_a_table(s: ScheduleBlock) -> None:
+    s["embed"].poll(meeting_window=16 * KIB)
+    # MK158 `s["embed"].poll(` | 'embed' has no input to poll | poll(...) is for linears and attention
+    # mend: embed => qkv_proj
+
+
+def width_of_parts(s: ScheduleBlock) -> None:
+    s.edge("attention", "attention").poll(width=2)
+    # MK235 `s.edge("attention", "attention").poll(` | width of 'attention.parts' decides nothing: parts are polled as | leave it out
+    # mend: \n    s.edge("attention", "attention").poll(width=2) => \n    s.edge("attention", "attention").poll(back_off=100)
+
+
+def wide_polls(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").poll(width=40)
+    # MK166 `s.edge("qkv_proj", "attention").poll(` | width of 'qkv_proj' is 40 | choose a value from 0 to 16
+    # mend: 40 => «0 to (\d+)»
+
+
+def long_sleep(s: ScheduleBlock) -> None:
+    s.edge("qkv_proj", "attention").poll(back_off=2_000_000)
+    # MK166 `s.edge("qkv_proj", "attention").poll(` | back_off of 'qkv_proj', in nanoseconds, is 2000000 | choose a value from 0 to 1000000
+    # mend: 2_000_000 => «0 to (\d+)»
+
+
+def l2_by_something(s: ScheduleBlock) -> None:
+    s["o_proj"].prefetch(l2=4096, l2_by="bulk")
+    # MK151 `s["o_proj"].prefetch(` | prefetch l2_by = 'bulk' is not known | choose one of: instruction, load
+    # mend: bulk => «load»
+
+
+def code_part(s: ScheduleBlock) -> None:
+    s.warm_code("loader", part="half")
+    # MK151 `s.warm_code(` | warm_code part = 'half' is not known | choose one of: share, whole
+    # mend: half => «share»
+
+
+def code_by_nobody(s: ScheduleBlock) -> None:
+    s.warm_code("storer")
+    # MK153 `s.warm_code(` | no role is called 'storer' | the roles are: loader, consumer
+    # mend: storer => «loader»
+
+
+def code_by_more_blocks(s: ScheduleBlock) -> None:
+    s.warm_code("loader", blocks=200)
+    # MK166 `s.warm_code(` | the number of blocks that read the code is 200 | choose a value from 1 to 4
+    # mend: 200 => «1 to (\d+)»
+
+
+def code_of_one_op(s: ScheduleBlock) -> None:
+    s.launch("op")
+    s.warm_code("loader")
+    # MK234 `s.warm_code(` | the code is read ahead by 'loader', but a launch is one op | or use s.launch("step")
+    # mend: s.launch("op") => «s.launch("step")»
+
+
 def level(s: ScheduleBlock) -> None:
     s["o_proj"].sync(mk.Tagged(level=mk.Level.GROUP))
     # MK541 spec `mk.linear(a` | its sync spans a group | or read the value in the block that writes it
