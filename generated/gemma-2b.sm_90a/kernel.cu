@@ -1,5 +1,5 @@
 // decode_step: one decode step, 1 new token at most, sm_90a.
-// Written by megadsl from gemma.py:10; edit the spec or the schedule, not this file.
+// Written by megadsl from gemma.py:12; edit the spec or the schedule, not this file.
 //
 // loader       warps 9 to 9 of every block (loader)
 // consumer     warps 0 to 7 of every block (consumer)
@@ -69,30 +69,30 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
   for (bool more = true; more;) {
     const u32 built = tape.size;
     if (walk.writes()) switch (walk.phase) {
-      // qkv_proj: 2560 x 2048  [gemma.py:22]
+      // qkv_proj: 2560 x 2048  [gemma.py:24]
       case 0:
         tape.vector(0, s.qkv_proj_input_layernorm, evict_first);
         tape.matrix(0, s.qkv_proj, evict_first);
         break;
-      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:31]
+      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:33]
       case 1:
         tape.rows(2, u32(s.step.progress) + 20);
         tape.cache<AttentionTiling, Block::kWarps>(1, s.attention, evict_normal);
         break;
-      // o_proj: 2048 x 2048  [gemma.py:33]
+      // o_proj: 2048 x 2048  [gemma.py:35]
       case 2:
         tape.matrix(3, s.o_proj, evict_first);
         break;
-      // gate_up_proj: 32768 x 2048  [gemma.py:35]
+      // gate_up_proj: 32768 x 2048  [gemma.py:37]
       case 3:
         tape.vector(4, s.gate_up_proj_post_attention_layernorm, evict_first);
         tape.matrix(4, s.gate_up_proj, evict_first);
         break;
-      // down_proj: 2048 x 16384  [gemma.py:37]
+      // down_proj: 2048 x 16384  [gemma.py:39]
       case 4:
         tape.matrix(5, s.down_proj, evict_first);
         break;
-      // lm_head: 256000 x 2048  [gemma.py:41]
+      // lm_head: 256000 x 2048  [gemma.py:43]
       case 5:
         tape.vector(6, s.lm_head_norm, evict_first);
         tape.matrix(6, s.lm_head, evict_first);
@@ -100,7 +100,7 @@ MK_DEV void role_loader(mk::Context& cx, const mk::Buffers& buffers, const Shape
     }
     const auto due = walk.due(built, tape.size);
     cx.layer = walk.layer;
-    // tape: the loads of all ops in turn  [gemma.py:10]
+    // tape: the loads of all ops in turn  [gemma.py:12]
     tape.play(due.first, due.last);
     more = walk.next(tape.step) && !tape.given_up();
   }
@@ -125,7 +125,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     [[maybe_unused]] const u32 epoch = step.epoch;
 
 
-    // embed_tokens: rows of the table  [gemma.py:19]
+    // embed_tokens: rows of the table  [gemma.py:21]
     {
       mk::begin_op(cx, block);
       const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, false, Block> out(block, s.x_exchange, epoch * (layers + 1), staged, 7);
@@ -136,7 +136,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
       cx.layer = layer;
 
-      // qkv_proj: 2560 x 2048  [gemma.py:22]
+      // qkv_proj: 2560 x 2048  [gemma.py:24]
       {
         mk::begin_op(cx, block);
 
@@ -159,7 +159,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             [&](auto...) {});
       }
 
-      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:31]
+      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:33]
       {
         mk::begin_op(cx, block);
         mk::run_attention<mk::Dense<mk::Sentinel>, mk::Tagged, AttentionTiling, mk::DensePoll<2, false>, mk::FewRows, false, false>(
@@ -167,14 +167,14 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             s.attention_parts_exchange, epoch * layers + layer, s.smem.meeting, 0);
       }
 
-      // attention: add the splits  [gemma.py:31]
+      // attention: add the splits  [gemma.py:33]
       mk::Held<OProjTiles, 4, true, true, Block> o_proj_held;
       {
         mk::begin_op(cx, block);
         mk::hold_tiles(block, read_loader, 14, s.o_proj, o_proj_held, block.warp());
       }
 
-      // o_proj: 2048 x 2048  [gemma.py:33]
+      // o_proj: 2048 x 2048  [gemma.py:35]
       {
         mk::begin_op(cx, block);
 
@@ -187,7 +187,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             [&](auto...) {}, o_proj_held);
       }
 
-      // gate_up_proj: 32768 x 2048  [gemma.py:35]
+      // gate_up_proj: 32768 x 2048  [gemma.py:37]
       mk::Held<GateUpProjTiles, 4, true, false, Block> gate_up_proj_held;
       {
         mk::begin_op(cx, block);
@@ -212,7 +212,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
             [&](auto...) {}, gate_up_proj_held);
       }
 
-      // down_proj: 2048 x 16384  [gemma.py:37]
+      // down_proj: 2048 x 16384  [gemma.py:39]
       {
         mk::begin_op(cx, block);
 
@@ -228,7 +228,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
     cx.layer = 0;
 
 
-    // lm_head: 256000 x 2048  [gemma.py:41]
+    // lm_head: 256000 x 2048  [gemma.py:43]
     {
       mk::begin_op(cx, block);
 
@@ -273,7 +273,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
     [[maybe_unused]] const u32 epoch = step.epoch;
 
 
-    // embed_tokens: rows of the table  [gemma.py:19]
+    // embed_tokens: rows of the table  [gemma.py:21]
     {
       mk::begin_op(cx, block);
       mk::acquire_rows(block, step, steps);
@@ -282,7 +282,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
     for (u32 layer = 0; layer < u32(s.step.layers); ++layer) {
       cx.layer = layer;
 
-      // qkv_proj: 2560 x 2048  [gemma.py:22]
+      // qkv_proj: 2560 x 2048  [gemma.py:24]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.qkv_proj_exchange, epoch * layers + layer, staged, 11);
@@ -302,13 +302,13 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         out.publish(block);
       }
 
-      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:31]
+      // attention: 8 heads of 256 over 1 KV heads  [gemma.py:33]
       {
         mk::begin_op(cx, block);
         block.meet();
       }
 
-      // attention: add the splits  [gemma.py:31]
+      // attention: add the splits  [gemma.py:33]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.attention_exchange, epoch * layers + layer, staged, 16);
@@ -316,7 +316,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         out.publish(block);
       }
 
-      // o_proj: 2048 x 2048  [gemma.py:33]
+      // o_proj: 2048 x 2048  [gemma.py:35]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.o_proj_exchange, epoch * layers + layer, staged, 19);
@@ -341,7 +341,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         out.publish(block);
       }
 
-      // gate_up_proj: 32768 x 2048  [gemma.py:35]
+      // gate_up_proj: 32768 x 2048  [gemma.py:37]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged, 23);
@@ -361,7 +361,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
         out.publish(block);
       }
 
-      // down_proj: 2048 x 16384  [gemma.py:37]
+      // down_proj: 2048 x 16384  [gemma.py:39]
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, true, Finisher> out(block, s.x_exchange, epoch * (layers + 1) + layer + 1, staged, 27);
@@ -389,7 +389,7 @@ MK_DEV void role_consumer_finish(mk::Context& cx, const mk::Buffers& buffers, co
     cx.layer = 0;
 
 
-    // lm_head: 256000 x 2048  [gemma.py:41]
+    // lm_head: 256000 x 2048  [gemma.py:43]
     {
       mk::begin_op(cx, block);
       mk::release_rows<Copies>(block, step, steps);

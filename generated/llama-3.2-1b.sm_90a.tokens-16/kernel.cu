@@ -13,7 +13,7 @@ using mk::u32, mk::u64, mk::smem_ptr;
 
 constexpr u32 kTokens = 16;
 constexpr u32 kBatch = 4;  // row groups whose partial sums meet at once
-constexpr u32 kThreads = 288;
+constexpr u32 kThreads = 384;
 using Block = mk::Block<kTokens, 8, 0>;
 using Copies = mk::BulkCopies;
 using LoaderRing = mk::Ring<11, 16384, Copies>;  // weights
@@ -49,6 +49,7 @@ struct Shape {
   mk::LinearShape o_proj;
   mk::LinearShape gate_up_proj;
   mk::VectorShape gate_up_proj_post_attention_layernorm;
+  mk::i32 gate_up_proj_post_attention_layernorm_copy;
   mk::LinearShape down_proj;
   mk::LinearShape lm_head;
   mk::i32 lm_head_candidates;
@@ -212,9 +213,14 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
       }
 
       // gate_up_proj: 16384 x 2048  [llama.py:38]
+      mk::Held<GateUpProjTiles, 2, true, false, Block> gate_up_proj_held;
       {
         mk::begin_op(cx, block);
         const mk::Publication<mk::Converted<mk::Dense<mk::Sentinel>>, false, Block> out(block, s.gate_up_proj_exchange, epoch * layers + layer, staged, 22);
+        const smem_ptr<char> vector_post_attention_layernorm = block.at<char>(s.gate_up_proj_post_attention_layernorm_copy);  // post_attention_layernorm
+        mk::copy_vector(block, read_loader, 19, u32(s.gate_up_proj_post_attention_layernorm.bytes), vector_post_attention_layernorm);
+        block.sync();
+        mk::hold_tiles(block, read_loader, 20, s.gate_up_proj, gate_up_proj_held, mk::panel_warp(block));
         const mk::RowGroups own = mk::own_groups(cx, s.gate_up_proj);
         const float per_column = 1.0f / float(s.gate_up_proj.columns);  // here, where the block waits anyway
         const auto terms = [](float o_proj_, auto& of) {
@@ -224,11 +230,9 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
         mk::run_matrix<kBatch, GateUpProjTiles, true>(
             block, read_loader, 20, s.gate_up_proj, s.smem,
             mk::InRegisters{[&](u32 begin, u32 columns, auto& x) {
-              const smem_ptr<char> vector_post_attention_layernorm = read_loader.wait_stage(19, 0, 0);  // post_attention_layernorm
               // o_proj * post_attention_layernorm
               mk::poll_operand<mk::Dense<mk::Sentinel>, false, true>(block, 21, s.o_proj_exchange, epoch * layers + layer, begin, u32(s.gate_up_proj.columns), x, rows, terms,
                                [](const auto& a) { return a[0] * a[1]; }, vector_post_attention_layernorm);  // o_proj
-              read_loader.release();
             }},
             [&](u32 group, u32 pair, u32 token, float even, float odd) {
               // silu(gate_proj) * up_proj
@@ -240,7 +244,7 @@ MK_DEV void role_consumer(mk::Context& cx, const mk::Buffers& buffers, const Sha
                            // rsqrt(mean(o_proj * o_proj) + 1e-05)
                            const float r0 = mk::row_total<mk::RowOp::kSum, Block::kWarps>(block.at<float>(s.smem.scalars), token) * per_column;
                            return mk::math::rsqrt(r0 + 1e-05f);
-                         }});
+                         }}, gate_up_proj_held);
         out.publish(block);
       }
 
@@ -345,8 +349,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   mk::ptx::syncthreads();
   const u32 warp = mk::ptx::warp_id();
   if (warp < 8) {
+    mk::ptx::take_registers<192>();
     role_consumer(cx, buffers, s, step, ring_loader);
   } else {
+    mk::ptx::give_registers<120>();
     if (warp == 8 && mk::ptx::lane_id() == 0) role_loader(cx, buffers, s, step, ring_loader);
   }
 }

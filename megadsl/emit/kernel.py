@@ -152,6 +152,7 @@ def _helpers(plan: Plan) -> dict[str, Any]:
         "tiling": tiling,
         "panel": PANEL,
         "chunk": lambda op: chunk_pieces(op, plan.graph, plan.schedule),
+        "chunks": lambda op: column_chunks(op, plan.graph, plan.schedule),
         "tiles_more": lambda op: _tiles_more(plan, op),
         "ways": lambda op: plan.schedule.op(op.name).ways,
         **_wires(plan),
