@@ -132,6 +132,7 @@ def test_compile(run_cli: Cli, asked: dict[str, object], tmp_path: Path) -> None
         "kv_pages": 0,
         "blocks": None,
         "schedule": None,
+        "formats": None,
         "check": True,
     }
     assert asked == {"model": "smollm2-135m", **options}

@@ -10,7 +10,7 @@ import pytest
 
 import megadsl as mk
 from megadsl.build.host import DETECT
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.mutants import score_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model

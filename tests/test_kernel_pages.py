@@ -14,7 +14,7 @@ from specs import layers as kinds
 
 import megadsl as mk
 from megadsl.build.host import DETECT
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import with_words
 from megadsl.check.mutants import PlanMutant, judge_plan, plan_mutants
 from megadsl.check.pages import place, stages

@@ -189,7 +189,7 @@ def test_linears(name: str) -> None:
         "share_offset": how.share_offset,
         "rows": op.rows,
         "columns": op.columns,
-        "columns_padded": tiles.columns_padded,
+        "tile_bytes": tiles.tile_bytes,
         "tile_columns": tiles.tile_columns,
         "pieces": tiles.pieces,
         "ways": how.ways,

@@ -13,7 +13,7 @@ from megadsl.build.cubin import function_bytes
 from megadsl.build.host import DETECT
 from megadsl.build.nvcc import build_cubin, disassemble
 from megadsl.build.report import INSTRUCTION_BYTES
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import with_words
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock

@@ -10,7 +10,7 @@ import pytest
 
 from megadsl.build.host import DETECT
 from megadsl.build.nvcc import build_cubin, disassemble
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.explore import policy_of

@@ -9,7 +9,7 @@ import pytest
 
 import megadsl as mk
 from megadsl.build.host import DETECT
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.emulate.explore import policy_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megadsl.build.host import DETECT
-from megadsl.check import check_plan
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import with_words
 from megadsl.driver import Compiled
 from megadsl.dsl.schedule import ScheduleBlock

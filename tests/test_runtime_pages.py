@@ -229,5 +229,6 @@ def test_what_a_table_cannot_be(code: str, name: str, pages: torch.Tensor) -> No
 
 def test_a_step_in_pages_needs_a_table() -> None:
     paged = step_of("tight")
-    with pytest.raises(MegadslError, match="no table of KV pages for a step that needs one"):
+    with pytest.raises(MegadslError, match="no table of KV pages for a step that needs one") as raised:
         decode_step(tensor(1, 2, 3), tensor(0, 4, 9), None, None, None, paged.weights, paged.cache, None, paged.name)
+    assert raised.value.code == "MK492"

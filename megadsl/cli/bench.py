@@ -66,20 +66,19 @@ def command(
 ) -> None:
     """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
 
-    Prints per pair of tokens and cached rows: the median time with its 10th and 90th percentile, the multiple of the floor that bytes
-    set, the error against fp32 beside torch bf16's, and the times of torch on the same inputs, in the same process, in interleaved rounds.
-    Exits with 1 when the gate fails or bits differ between replays or numbers of steps. Emulated times say nothing about a GPU.
+    Prints per pair of tokens and cached rows: median, 10th and 90th percentile, the multiple of the floor, the error beside torch bf16's, and
+    torch's times on the same inputs, in interleaved rounds. Exits with 1 when the gate fails or bits differ. Emulated times say nothing.
     """
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
 
     counts, lengths, chosen = numbers("--tokens", tokens, least=1), numbers("--kv", kv, least=0), resolve(device, arch)
     room = max(DEFAULT_MAX_KV, max(lengths) + max(map(forced_rows, counts)) + steps) if max_kv is None else max_kv
-    rows, size = list[Row](), {"max_kv": room, "sequences": sequences, "kv_page": kv_page, "blocks": blocks_on(chosen, blocks)}
-    shared: dict[str, Any] = {"config": config, "arch": arch, "schedule": schedule, "formats": formats, **size}
+    size = {"max_kv": room, "sequences": sequences, "kv_page": kv_page, "blocks": blocks_on(chosen, blocks), "formats": formats}
+    rows, shared = list[Row](), {"config": config, "arch": arch, "schedule": schedule, **size}
 
     def subject_of(count: int, *, beside: bool = False, **options: Any) -> Subject:
-        made = compile_model(model, **shared, tokens=count)
+        made = compile_model(model, **shared, tokens=count)  # type: ignore[arg-type]  # options by name
         return Subject(made, chosen.value, options, _others(model, shared, made, baseline) if beside else {}, steps if beside else 1)
 
     def measure(count: int) -> None:  # the subject dies here: two may not fit the GPU

@@ -145,7 +145,7 @@ def _launch(schedule: Schedule, graph: Graph, record: SetStart | SetTrigger, fou
     return replace(schedule, trigger=record.trigger) if known else schedule
 
 
-def _is_op(name: str, graph: Graph, span: Span, found: Collector) -> bool:
+def _is_op(name: object, graph: Graph, span: Span, found: Collector) -> bool:
     return _known(OP_UNKNOWN, name, [o.name for o in graph.ops], span, found)
 
 
@@ -252,7 +252,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
         case SetPrefetch():
             changes = dict(record.changes)
             ahead_of = changes.get("ahead_of")
-            if ahead_of is not None and not _is_op(str(ahead_of), graph, record.span, found):
+            if ahead_of is not None and not _is_op(ahead_of, graph, record.span, found):
                 return old
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
         case SetScale():

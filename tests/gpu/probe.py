@@ -34,6 +34,8 @@ def manifest(blocks: int = 3) -> dict[str, Any]:
             "trace": trace_layout(blocks),
             "sites": [site],
             "pack": [table],
+            "random": {},
+            "code_word": None,
             "shape": [VOCAB],
         },
         "buffers": {

@@ -44,7 +44,9 @@ struct Scratch {
       if (!Copies::wait(cx, site, issued, parity, PhasePassed<Copies>{landed + slot, parity})) return;
     }
     chaos(cx, Place::kIssue, site, issued);
+    Copies::begin(bytes, landed + slot);
     Copies::copy(at + slot * kSlotBytes, source, bytes, landed + slot, ptx::policy_evict_normal());
+    Copies::end(landed + slot);
     ++issued;
     last_site = site;
   }
