@@ -66,8 +66,8 @@ def command(
 ) -> None:
     """Time a step of MODEL with random weights beside its byte floor and beside torch, and judge its logits.
 
-    Prints per pair of tokens and cached rows: median, 10th and 90th percentile, the multiple of the floor, the error beside torch bf16's, and
-    torch's times on the same inputs, in interleaved rounds. Exits with 1 when the gate fails or bits differ. Emulated times say nothing.
+    Prints per pair of tokens and cached rows: median, 10th and 90th percentile, the multiple of the floor, the error beside torch
+    bf16's, and torch's times on the same inputs, in interleaved rounds. Exits with 1 when the gate fails or bits differ.
     """
     from megadsl.driver import DEFAULT_MAX_KV, compile_model
     from megadsl.runtime.bench import Row, Subject, describe, forced_rows
