@@ -75,7 +75,10 @@ def made(name: str, *, whole: bool = False) -> Compiled:
     return compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(num_hidden_layers=layers), configure=decide)
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("from the attention on", "one layer", "whole layers")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in CASES])
 def test_the_same_bits(name: str) -> None:
     whole, parts, layers = made(name, whole=True), made(name), CASES[name][2]
     some, bench = steps(whole, SIZES[CASES[name][0]]), Bench(parts)
@@ -139,6 +142,7 @@ def test_what_stays_in_a_block(start: str) -> None:
     assert crosses_launches(embed, lowered.graph.op("attention"), lowered.graph, lowered.schedule)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", OPS)
 @pytest.mark.parametrize("trigger", ["begin", "end", "o_proj"])
 def test_launches_of_layers_hold(start: str, trigger: str) -> None:
@@ -176,6 +180,7 @@ def test_broken_launches_are_found(rotated: Plan, call: str, op: str, code: str,
     assert code in [f.code for f in found] and words in " ".join(map(str, found)) and "mend:" in str(found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decide", [by_layer(), by_layer(kv_loader, start="gate_up_proj", trigger="o_proj")])
 def test_every_mutant_is_found(decide: Decide) -> None:
     verdicts = score_plan(plan("llama-tiny", decide, 2, blocks=3), GPU)

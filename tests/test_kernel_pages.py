@@ -195,7 +195,13 @@ def _decoded(one: Bench, step: Step, together: int) -> tuple[object, torch.Tenso
     return chosen, bits(program.logits[:1]).clone(), _rows(program, [step.kv + len(step.ids) + 5])
 
 
-@pytest.mark.parametrize("name", ["one", "some", "lanes", "cluster", "three", "window", "lanes-batch"])
+RACES = ("one", "three")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*RACES, *(pytest.param(name, marks=pytest.mark.thorough) for name in ("some", "lanes", "cluster", "window", "lanes-batch"))],
+)
 def test_no_race(name: str) -> None:
     if name in BATCHES:
         watched = BatchBench(kernels()[name, True], defines={DETECT: "1"})
@@ -313,7 +319,7 @@ def test_every_stage_is_that_of_rows_that_lie_together() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["one", "three"])
+@pytest.mark.parametrize("name", ["one", pytest.param("three", marks=pytest.mark.thorough)])
 def test_every_mistake_in_the_plan_is_noticed(name: str) -> None:
     plan = made(KERNELS[name], KERNELS[name][3]).plan
     proved = check_plan(plan).proved

@@ -39,7 +39,9 @@ extern "C" __global__ void megakernel(const __grid_constant__ mk::Buffers b, con
     case 13: ptx::bulk_prefetch_l2(b.weights, 8); break;
     case 15: ptx::lane_load(base.at<char>(8), b.weights, 0); break;
     case 16: ptx::lane_load(base.at<char>(64), b.weights, 0); break;
-    case 14: ptx::mbar_init(bar, 1), ptx::bulk_load(base.at<char>(64), b.weights, 16, base.at<u64>(512), 0); break;
+    case 14: ptx::mbar_init(bar, 1), ptx::bulk_load(base.at<char>(64), b.weights, 16, base.at<u64>(512), 0);
+      while (!ptx::mbar_test_wait(bar, 0)) ptx::poll_pause({0, 0, 0, 0, 0});
+      break;
   }
 }
 
