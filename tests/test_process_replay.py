@@ -46,7 +46,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkout_is_compiled_by_its_own_compiler(tree: Path) -> None:
     before = of_tree(tree, sass=False)
     assert set(before["llama-tiny/1"]) == {"plan", "source"} and before["smollm2-135m/16"] != before["smollm2-135m/1"]
-    template = tree / "templates" / "roles" / "loader.cu.j2"
+    template = tree / "templates" / "ops" / "tape.cu.j2"
     template.write_text(template.read_text().replace("tape.loader.drain();", "tape.loader.drain();  // changed"))
     found = differences(before, of_tree(tree, sass=False))
     assert {kind for _, kind, _ in found} == {"source"} and len(found) == sum("source" in kinds for kinds in before.values())

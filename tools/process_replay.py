@@ -34,7 +34,7 @@ Kernels = dict[str, dict[str, str]]
 
 
 def kernels(sass: bool) -> Kernels:
-    """ "model/tokens" to the text of each kind, by the megadsl that this interpreter finds; what cannot be compiled, with the reason."""
+    """"model/tokens" to the text of each kind, by the megadsl that this interpreter finds; what cannot be compiled, with the reason."""
     from megadsl.diagnostics import MegadslError
     from megadsl.driver import compile_model
     from megadsl.dsl.registry import models
