@@ -13,10 +13,10 @@ an op is marked ``spec``.
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import megadsl as mk
@@ -28,6 +28,7 @@ from megadsl.machine import DEFAULT_ARCH, machine
 from tests.dsl_tools import findings
 
 BROKEN = Path(__file__).parent / "specs" / "broken"
+SCHEDULED = BROKEN / "schedules.py"  # its kernel ``step`` is what schedule functions of all files are for
 FIELDS = {"hidden": 128, "layers": 2, "vocab": 256, "nothing": None}
 FUNCTION = re.compile(r"((?:@mk\.kernel\n(?:#.*\n)*)?def (\w+)\(.*\n(?:(?:[ #].*)?\n)*)")
 EXPECTED = re.compile(r"^ *# (MK\d+) (spec )?`(.*)` \| (.+) \| (.+)$")
@@ -101,9 +102,9 @@ def codes() -> set[str]:
 
 
 def compiled(path: Path, name: str, blocks: int) -> None:
-    """Lower and check a kernel of the file, or its kernel ``step`` under the schedule function of that name."""
+    """Lower and check a kernel of the file, or the kernel ``step`` of SCHEDULED under the file's schedule function of that name."""
     function = getattr(_module(path), name)
-    kernel = function if isinstance(function, mk.Kernel) else load(f"{path}:step")[0]
+    kernel = function if isinstance(function, mk.Kernel) else load(f"{SCHEDULED}:step")[0]
     if kernel is not function:
         kernel.records.clear()
         with mk.schedule(kernel, arch=DEFAULT_ARCH) as s:
@@ -120,8 +121,11 @@ def compiled(path: Path, name: str, blocks: int) -> None:
 
 
 def _module(path: Path) -> object:
-    kernel = next(f for f in re.findall(r"@mk\.kernel\n(?:#.*\n)*def (\w+)", path.read_text()))
-    return inspect.getmodule(load(f"{path}:{kernel}")[0].function)
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @cache

@@ -10,6 +10,7 @@ from lower_tools import GPU
 from schedules import everywhere
 
 import megadsl as mk
+from megadsl.check.checker import check_plan
 from megadsl.check.edits import edited
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
@@ -29,6 +30,12 @@ def plan(name: str, decide: Decide | None = None, tokens: int = 1, *, fields: Ma
             decide(s)
     overrides = kernel.overrides_for(GPU.arch)
     return lower(kernel.trace({**values, **(fields or {})}, tokens=tokens), GPU, overrides=overrides, **options).plan
+
+
+def assert_found(broken: Plan, code: str, words: str) -> None:
+    """The checker refuses a plan with this code among others, says these words, and how to mend it."""
+    found = check_plan(broken).findings
+    assert code in [f.code for f in found] and words in " ".join(map(str, found)) and "mend:" in str(found[0])
 
 
 def by_block(decide: Decide | None = None) -> Decide:

@@ -22,14 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-    parser.addoption("--thorough", action="store_true", help="also what is marked thorough: more cases of what other tests show")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers share the cores, and models here are tiny: torch's threads, which it makes when it is imported, would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    unbounded = config.getoption("--all-knobs") or config.getoption("--thorough")
-    config.pluginmanager.register(HostBuilds(None if unbounded else MOST), "host-builds")
+    config.pluginmanager.register(HostBuilds(None if config.getoption("--all-knobs") else MOST), "host-builds")
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +45,8 @@ def shown_as_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
         shown.record(file, test, made)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where there is no Hopper GPU, and those marked ``thorough`` where nobody asks for them."""
-    for item in items:
-        if item.get_closest_marker("thorough") and not config.getoption("--thorough"):
-            item.add_marker(pytest.mark.skip(reason="thorough"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` where there is no Hopper GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not any(gpu.arch == "sm_90" for gpu in gpus()):
         for item in marked:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,17 +13,20 @@ import torch
 
 import megadsl as mk
 from megadsl.build.host import DETECT
+from megadsl.build.nvcc import build_cubin
 from megadsl.driver import Compiled, compile_model
 from megadsl.dsl.formats import Formats
 from megadsl.dsl.kernel import Kernel
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.emulate.explore import policy_of
+from megadsl.emulate import LaunchReport, Policy, Run, explore
+from megadsl.emulate.explore import Exploration, policy_of
 from megadsl.ir.graph import Attention, Linear
 from megadsl.machine import DEFAULT_ARCH, Machine
 from megadsl.reference import ReferenceModel
 from megadsl.reference.compare import agreement
 from megadsl.reference.meaning import argmax
+from megadsl.resources import include
 from megadsl.runtime.control import ANCESTORS, MOST_TOKENS, NEXT_IDS, POSITIONS, TOKEN_IDS
 from megadsl.runtime.pack import pack_weights
 from megadsl.runtime.program import Program
@@ -279,6 +283,40 @@ def check(
         for step, first, again in zip(some, results, bench.play(some), strict=True):
             assert again.same(first), f"seed {seed} gives other bits for {step}"
     return results
+
+
+def check_seeds(bench: Bench, some: Sequence[Step], expected: Sequence[Result], seeds: Iterable[int]) -> None:
+    """Under every seed, and the policy that goes with it, each step gives the same bits, and where the race detector watches, no race."""
+    for seed in seeds:
+        bench.program.seed, bench.program.policy = seed, policy_of(seed)
+        bench.program.reset()
+        for step, wanted in zip(some, expected, strict=True):
+            assert bench.run(step).same(wanted), f"seed {seed} gives other bits for {step}"
+            report = bench.program.report
+            assert report is not None and not report.races and not report.hung
+
+
+def explored(bench: Bench, some: Sequence[Step], expected: Sequence[Result], seeds: Sequence[int]) -> Exploration:
+    """What :func:`explore` finds of launches of these steps, each of which gives the same bits under every seed."""
+
+    def program() -> Run:
+        def launches(seed: int, policy: Policy) -> Iterator[LaunchReport]:
+            bench.program.seed, bench.program.policy = seed, policy
+            bench.program.reset()
+            for step, wanted in zip(some, expected, strict=True):
+                assert bench.run(step).same(wanted)
+                assert bench.program.report is not None
+                yield bench.program.report
+
+        return launches
+
+    return explore(program, seeds)
+
+
+def build_cubins(some: Iterable[Compiled]) -> None:
+    """For the GPU, side by side: programs take them from the cache afterwards."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda made: build_cubin(made.source, made.manifest["arch"], [include()], {}), some))
 
 
 def attention_of(made: Compiled) -> Attention:

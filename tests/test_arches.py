@@ -24,7 +24,7 @@ from megadsl.emulate.explore import policy_of
 from megadsl.machine import ARCHES, DEFAULT_ARCH, MACHINES, code_for, machine, running, runs
 from megadsl.resources import include
 from megadsl.types import KIB
-from tests.kernels import Bench, bits, check, compiled, judge, one_build, steps
+from tests.kernels import Bench, bits, check, check_seeds, compiled, judge, one_build, steps
 from tests.schedules import gated, settled
 from tests.test_kernel_steps import singles, together
 from tools.regenerate import COMMAND, architectures
@@ -179,12 +179,7 @@ def test_no_schedule_shows_a_race() -> None:
     some = steps(kernel, [(0, 2), (17, 2)])
     first = bench.play(some)
     judge(kernel, bench.weights, some, first)
-    for seed in range(5):
-        bench.program.seed, bench.program.policy = seed, policy_of(seed)
-        bench.program.reset()
-        for step, expected in zip(some, first, strict=True):
-            assert bench.run(step).same(expected)
-            assert bench.program.report is not None and not bench.program.report.races
+    check_seeds(bench, some, first, range(5))
     assert together(bench, 3, 17, tokens=2).ids == singles(bench, 3, 17, tokens=2).ids
     assert bits(bench.program.logits).numel() and not bench.program.report.races
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from megadsl.build.host import DETECT
 from megadsl.driver import compile_model
 from megadsl.dsl.registry import load
 from megadsl.dsl.schedule import ScheduleBlock
-from megadsl.emulate import LaunchReport, Policy, Run, explore
 from megadsl.resources import include
-from tests.kernels import MAX_KV, Bench, Step, compiled, judge, steps
+from tests.kernels import MAX_KV, Bench, Step, compiled, explored, judge, steps
 from tests.schedules import VALUES
 from tests.wires import watched
 
@@ -32,18 +30,7 @@ def test_no_schedule_of_a_tiny_model_shows_a_race(tokens: int) -> None:
     first = bench.play(some)
     judge(made, bench.weights, some, first)
 
-    def program() -> Run:
-        def launches(seed: int, policy: Policy) -> Iterator[LaunchReport]:
-            bench.program.seed, bench.program.policy = seed, policy
-            bench.program.reset()
-            for step, expected in zip(some, first, strict=True):
-                assert bench.run(step).same(expected)
-                assert bench.program.report is not None
-                yield bench.program.report
-
-        return launches
-
-    result = explore(program, SEEDS)
+    result = explored(bench, some, first, SEEDS)
     assert result.findings == ()
     assert result.launches == len(SEEDS) * len(some) and result.stale > 0
 

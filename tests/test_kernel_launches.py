@@ -15,7 +15,7 @@ from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.ir.plan import Plan
 from megadsl.lower.launches import launches
 from megadsl.machine import machine
-from tests.check_tools import plan, without
+from tests.check_tools import assert_found, plan, without
 from tests.kernels import Bench, compiled, steps
 from tests.schedules import alone, everywhere, kv_loader
 
@@ -53,8 +53,7 @@ def apart() -> Plan:
     ],
 )
 def test_broken_launches_are_found(apart: Plan, call: str, op: str, code: str, words: str) -> None:
-    found = check_plan(without(call, op)(apart)).findings
-    assert code in [f.code for f in found] and words in " ".join(map(str, found)) and "mend:" in str(found[0])
+    assert_found(without(call, op)(apart), code, words)
 
 
 @pytest.mark.parametrize(("name", "tokens", "decide"), [("llama-tiny", 2, kv_loader), ("smollm2-135m", 1, everywhere(mk.Sentinel()))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -14,10 +14,10 @@ from megadsl.check.checker import check_plan
 from megadsl.check.mutants import score_plan
 from megadsl.diagnostics import MegadslError
 from megadsl.driver import Compiled, compile_model
-from megadsl.dsl.overrides import SetScope, SetStart, in_scope
+from megadsl.dsl.overrides import SetKernel, in_scope
 from megadsl.dsl.schedule import ScheduleBlock
 from megadsl.dsl.schedule_file import parse
-from megadsl.emulate import LaunchReport, Policy, Run, explore
+from megadsl.emulate import LaunchReport
 from megadsl.ir.plan import Plan
 from megadsl.lower.exchanges import kept_locally
 from megadsl.lower.launches import launches
@@ -25,8 +25,8 @@ from megadsl.lower.scope import crosses_launches
 from megadsl.machine import machine
 from megadsl.runtime.control import MegakernelHang
 from megadsl.source import UNKNOWN
-from tests.check_tools import plan, without
-from tests.kernels import Bench, Step, compiled, config, steps
+from tests.check_tools import assert_found, plan, without
+from tests.kernels import Bench, Step, compiled, config, explored, one_build, steps
 from tests.lower_tools import GPU
 from tests.schedules import everywhere, gated, kv_loader
 
@@ -68,19 +68,26 @@ CASES: dict[str, tuple[int, int, int, Decide | None, dict[str, str]]] = {
 }
 
 
-@cache
-def made(name: str, *, whole: bool = False) -> Compiled:
-    tokens, blocks, layers, then, how = CASES[name]
-    decide = then if whole else by_layer(then, **how)
+def kernel(name: str, decide: Decide | None) -> Compiled:
+    tokens, blocks, layers, _, _ = CASES[name]
     return compiled("llama-tiny", tokens=tokens, blocks=blocks, fields=config(num_hidden_layers=layers), configure=decide)
 
 
-FEW = ("from the attention on", "one layer", "whole layers")
+@cache
+def made(name: str) -> Compiled:
+    *_, then, how = CASES[name]
+    return kernel(name, by_layer(then, **how))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in CASES])
+@cache
+def wholes() -> dict[str, Compiled]:
+    """The megakernels beside them."""
+    return one_build({name: kernel(name, then) for name, (_, _, _, then, _) in CASES.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_bits(name: str) -> None:
-    whole, parts, layers = made(name, whole=True), made(name), CASES[name][2]
+    whole, parts, layers = wholes()[name], made(name), CASES[name][2]
     some, bench = steps(whole, SIZES[CASES[name][0]]), Bench(parts)
     expected = Bench(whole).play(some)
     for seed in (0, 3, 4):
@@ -98,18 +105,7 @@ def test_no_schedule_shows_a_race() -> None:
     some, bench = steps(parts, [(0, 2), (30, 1)]), Bench(parts, defines={DETECT: "1"})
     first = bench.play(some)
 
-    def program() -> Run:
-        def play(seed: int, policy: Policy) -> Iterator[LaunchReport]:
-            bench.program.seed, bench.program.policy = seed, policy
-            bench.program.reset()
-            for step, expected in zip(some, first, strict=True):
-                assert bench.run(step).same(expected)
-                assert bench.program.report is not None
-                yield bench.program.report
-
-        return play
-
-    result = explore(program, range(5))
+    result = explored(bench, some, first, range(5))
     assert result.findings == () and result.launches == 10
 
 
@@ -142,7 +138,6 @@ def test_what_stays_in_a_block(start: str) -> None:
     assert crosses_launches(embed, lowered.graph.op("attention"), lowered.graph, lowered.schedule)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("start", OPS)
 @pytest.mark.parametrize("trigger", ["begin", "end", "o_proj"])
 def test_launches_of_layers_hold(start: str, trigger: str) -> None:
@@ -176,11 +171,9 @@ def rotated() -> Plan:
     ],
 )
 def test_broken_launches_are_found(rotated: Plan, call: str, op: str, code: str, words: str) -> None:
-    found = check_plan(without(call, op)(rotated)).findings
-    assert code in [f.code for f in found] and words in " ".join(map(str, found)) and "mend:" in str(found[0])
+    assert_found(without(call, op)(rotated), code, words)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("decide", [by_layer(), by_layer(kv_loader, start="gate_up_proj", trigger="o_proj")])
 def test_every_mutant_is_found(decide: Decide) -> None:
     verdicts = score_plan(plan("llama-tiny", decide, 2, blocks=3), GPU)
@@ -200,8 +193,9 @@ def test_a_file_says_the_same() -> None:
     assert said == [("layer", "o_proj", "end")] * 2
     assert "one layer a launch, from o_proj on, blocks to an SM: 1; the next launch may begin behind its last block" in asked[0].plan_text
     kept = in_scope(file.overrides, "layer", UNKNOWN)
-    assert SetStart("o_proj", UNKNOWN) in kept.records
-    assert in_scope(file.overrides, "op", UNKNOWN).records == (SetScope("layer", UNKNOWN), SetScope("op", UNKNOWN))
+    assert SetKernel((("start", "o_proj"),), UNKNOWN) in kept.records
+    scopes = tuple(SetKernel((("scope", scope),), UNKNOWN) for scope in ("layer", "op"))
+    assert in_scope(file.overrides, "op", UNKNOWN).records == scopes
 
 
 @pytest.mark.parametrize(
@@ -241,7 +235,7 @@ def test_launches_without_room_beside_each_other() -> None:
 
 def test_a_step_at_a_time() -> None:
     """Steps follow each other: rows that one appends are there for the next."""
-    bench, other = Bench(made("one layer")), Bench(made("one layer", whole=True))
+    bench, other = Bench(made("one layer")), Bench(wholes()["one layer"])
     some = [Step((5, 9), 17, 3), Step((7,), 33, 4)]
     for one in some:
         assert bench.run(one).same(other.run(one))

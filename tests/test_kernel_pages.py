@@ -195,25 +195,28 @@ def _decoded(one: Bench, step: Step, together: int) -> tuple[object, torch.Tenso
     return chosen, bits(program.logits[:1]).clone(), _rows(program, [step.kv + len(step.ids) + 5])
 
 
-RACES = ("one", "three")
+RACES = ("one", "some", "lanes", "cluster", "three", "window", "lanes-batch")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*RACES, *(pytest.param(name, marks=pytest.mark.thorough) for name in ("some", "lanes", "cluster", "window", "lanes-batch"))],
-)
+@cache
+def watched() -> dict[str, Compiled]:
+    """For the race detector, which takes long to build: these alone."""
+    return one_build({name: made(KERNELS[name], KERNELS[name][3]) for name in RACES})
+
+
+@pytest.mark.parametrize("name", RACES)
 def test_no_race(name: str) -> None:
     if name in BATCHES:
-        watched = BatchBench(kernels()[name, True], defines={DETECT: "1"})
-        for seed, step in enumerate(batch_steps(watched.made, batches(name)[:4])):
-            watched.program.seed = seed + 1
-            assert watched.run(step).same(batch_bench(name).run(step))
-            assert watched.program.report is not None and not watched.program.report.races
-        (step,) = batch_steps(watched.made, [([KERNELS[name][3] - 2, 0, 3], [1, 1, 1])])
-        batch_several(watched, step, 4)
-        assert not watched.program.report.races
+        batch = BatchBench(watched()[name], defines={DETECT: "1"})
+        for seed, step in enumerate(batch_steps(batch.made, batches(name)[:4])):
+            batch.program.seed = seed + 1
+            assert batch.run(step).same(batch_bench(name).run(step))
+            assert batch.program.report is not None and not batch.program.report.races
+        (step,) = batch_steps(batch.made, [([KERNELS[name][3] - 2, 0, 3], [1, 1, 1])])
+        batch_several(batch, step, 4)
+        assert not batch.program.report.races
         return
-    alone_bench = Bench(kernels()[name, True], defines={DETECT: "1"})
+    alone_bench = Bench(watched()[name], defines={DETECT: "1"})
     some = steps(alone_bench.made, lengths(name))
     for seed, (step, expected) in enumerate(zip(some, bench(name).play(some), strict=True)):
         alone_bench.program.seed = seed + 1
@@ -319,7 +322,7 @@ def test_every_stage_is_that_of_rows_that_lie_together() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["one", pytest.param("three", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["one", "three"])
 def test_every_mistake_in_the_plan_is_noticed(name: str) -> None:
     plan = made(KERNELS[name], KERNELS[name][3]).plan
     proved = check_plan(plan).proved

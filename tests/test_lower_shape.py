@@ -14,7 +14,7 @@ import pytest
 from lower_tools import GPU, lowered, model, with_op
 
 from megadsl.driver import compile_model
-from megadsl.dsl.overrides import Overrides, SetPrefetch, SetWarmUp
+from megadsl.dsl.overrides import Overrides, SetKernel, SetPrefetch
 from megadsl.ir.graph import Attention, Embed, Linear
 from megadsl.ir.plan import Plan, Record
 from megadsl.lower.columns import share_begin, share_owner
@@ -30,7 +30,7 @@ from megadsl.source import UNKNOWN
 HEADERS = include() / "megadsl"
 UNIT = 16  # bytes: what offsets into arenas count in
 CUSTOM = {"mk::CustomShape", "mk::RowsShape"}  # of ops that no model of ours has: tests/test_custom_ops.py
-WARM_UP = SetWarmUp((("warm_up", "loader"), ("warm_blocks", 2), ("warm_part", "whole"), ("warm_every", 5)), UNKNOWN)
+WARM_UP = SetKernel((("warm_up", "loader"), ("warm_blocks", 2), ("warm_part", "whole"), ("warm_every", 5)), UNKNOWN)
 WARM = Overrides("sm_90a", (WARM_UP, SetPrefetch("o_proj", (("l2_bytes", 4096), ("l2_by", "load")), UNKNOWN)))
 TAKEN = ("llama-tiny-odd", 5, 3)  # model, tokens, blocks: sizes that no tile divides, so that fields that change places are noticed
 

@@ -17,7 +17,7 @@ from megadsl.emulate.explore import policy_of
 from megadsl.lower.difference import difference
 from megadsl.machine import DEFAULT_ARCH
 from megadsl.resources import include
-from tests.kernels import Bench, Configure, Result, compiled, config, one_build, steps
+from tests.kernels import Bench, Configure, Result, check_seeds, compiled, config, one_build, steps
 from tests.test_detector_models import change_header
 
 BLOCKS = 5
@@ -72,12 +72,7 @@ def results(form: str) -> tuple[Result, ...]:
 def test_not_a_bit_changes(form: str, beside: str) -> None:
     made = kernels()[form]
     assert not check_plan(made.plan).findings
-    bench = Bench(made, defines={DETECT: "1"})
-    for seed in (0, 1, 2, 3):
-        bench.program.seed, bench.program.policy = seed, policy_of(seed)
-        for ours, theirs in zip(bench.play(steps(made, SIZES)), results(beside), strict=True):
-            assert ours.same(theirs)
-        assert bench.program.report is not None and not bench.program.report.races
+    check_seeds(Bench(made, defines={DETECT: "1"}), steps(made, SIZES), results(beside), (0, 1, 2, 3))
 
 
 def test_what_runs_dry_has_landed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megadsl.emulate.explore import policy_of
 from megadsl.ir.schedule import Sync
 from megadsl.lower.difference import difference
 from megadsl.runtime.control import MegakernelHang
-from tests.kernels import Bench, Configure, Result, compiled, config, one_build, steps
+from tests.kernels import Bench, Configure, Result, check_seeds, compiled, config, one_build, steps
 from tests.schedules import VALUES, everywhere, settled
 
 BLOCKS, NS, WIDTH = 3, 150, 1
@@ -66,12 +66,7 @@ def results(form: str) -> tuple[Result, ...]:
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_bits_are_those_of_polls_without(wire: str) -> None:
     made = kernels()[f"{wire}, polled"]
-    bench = Bench(made, defines={DETECT: "1"})
-    for seed in (0, 1, 4):
-        bench.program.seed, bench.program.policy = seed, policy_of(seed)
-        for ours, theirs in zip(bench.play(steps(made, SIZES)), results(f"{wire}, plain"), strict=True):
-            assert ours.same(theirs)
-        assert bench.program.report is not None and not bench.program.report.races
+    check_seeds(Bench(made, defines={DETECT: "1"}), steps(made, SIZES), results(f"{wire}, plain"), (0, 1, 4))
 
 
 def test_inputs_in_registers_and_of_a_finisher() -> None:

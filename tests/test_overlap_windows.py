@@ -18,7 +18,7 @@ from megadsl.emulate.explore import policy_of
 from megadsl.lower.difference import difference
 from megadsl.lower.windows import PLACE, begins_late, following
 from megadsl.types import KIB
-from tests.kernels import Bench, Configure, Result, compiled, one_build, steps
+from tests.kernels import Bench, Configure, Result, check_seeds, compiled, one_build, steps
 from tests.schedules import kv_loader, settled
 from tests.test_detector_models import change_header
 
@@ -66,12 +66,7 @@ def results() -> tuple[Result, ...]:
 def test_not_a_bit_changes(form: str) -> None:
     made = kernels()[form]
     assert not check_plan(made.plan).findings
-    bench = Bench(made, defines={DETECT: "1"})
-    for seed in (0, 1, 3):
-        bench.program.seed, bench.program.policy = seed, policy_of(seed)
-        for ours, theirs in zip(bench.play(steps(made, SIZES)), results(), strict=True):
-            assert ours.same(theirs)
-        assert bench.program.report is not None and not bench.program.report.races
+    check_seeds(Bench(made, defines={DETECT: "1"}), steps(made, SIZES), results(), (0, 1, 3))
 
 
 def test_lanes_agree_about_it() -> None:

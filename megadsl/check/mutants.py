@@ -346,6 +346,7 @@ def _spoilt_shapes(plan: Plan) -> Iterator[PlanMutant]:
         "mk::LinearShape": {
             "row groups": 2,
             "fold": 3,
+            "bytes of a tile": 7,
             "columns of a tile": 8,
             "tiles of a group": 9,
             "parts of the columns": 10,

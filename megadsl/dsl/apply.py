@@ -14,21 +14,15 @@ from megadsl.dsl.overrides import (
     Override,
     Overrides,
     SetCount,
-    SetFinish,
+    SetKernel,
     SetLoader,
     SetPoll,
     SetPrefetch,
-    SetRegisters,
     SetRing,
     SetRole,
     SetScale,
-    SetScope,
     SetSplit,
-    SetStart,
     SetSync,
-    SetTrigger,
-    SetWarmUp,
-    of_the_kernel,
 )
 from megadsl.ir.graph import Attention, Embed, Graph, Linear, Op, RowMap, kept_values
 from megadsl.ir.schedule import BEGIN, END, EdgeSchedule, OpSchedule, Ring, Role, Schedule, Tagged
@@ -75,10 +69,7 @@ _OpRecord: TypeAlias = SetLoader | SetPrefetch | SetSplit | SetScale
 
 # Roles first: later records may name roles that a role record adds.
 _OF_THE_BLOCK = {ROLE_UNKNOWN, RING_UNKNOWN, RING_PARTIAL, WARPS_SUM}
-_ORDER = (
-    SetRole, SetRing, SetCount, SetScope, SetStart, SetTrigger, SetRegisters, SetFinish, SetWarmUp, SetLoader, SetPrefetch, SetSplit,
-    SetScale, SetSync, SetPoll,
-)  # fmt: skip
+_ORDER = (SetRole, SetRing, SetCount, SetKernel, SetLoader, SetPrefetch, SetSplit, SetScale, SetSync, SetPoll)
 
 
 def apply(schedule: Schedule, graph: Graph, overrides: Overrides, found: Collector) -> Schedule:
@@ -106,24 +97,22 @@ def _apply(schedule: Schedule, graph: Graph, record: Override, overrides: Overri
             return _warps(schedule, record, overrides, found)
         case SetCount():  # blocks, batch, max_kv
             return replace(schedule, **{record.field: record.value})  # type: ignore[arg-type]
-        case SetScope() | SetRegisters() | SetFinish():
-            return replace(schedule, **of_the_kernel(record))  # type: ignore[arg-type]  # words
-        case SetStart() | SetTrigger():
-            return _launch(schedule, graph, record, found)
-        case SetWarmUp():
-            return _warm_up(schedule, record, found)
+        case SetKernel():
+            return _kernel(schedule, graph, record, found)
         case SetSync() | SetPoll():
             return _edge(schedule, graph, record, found)
         case SetLoader() | SetPrefetch() | SetSplit() | SetScale():
             return _op(schedule, graph, record, found)
 
 
-def _warm_up(schedule: Schedule, record: SetWarmUp, found: Collector) -> Schedule:
-    changes = dict(record.changes)
-    role, names = changes.get("warm_up"), [r.name for r in schedule.roles]
-    if role is not None and not _known(ROLE_UNKNOWN, role, names, record.span, found):
-        return schedule
-    return replace(schedule, **changes)  # type: ignore[arg-type]  # keys are the Schedule's
+def _kernel(schedule: Schedule, graph: Graph, record: SetKernel, found: Collector) -> Schedule:
+    roles, ops = [r.name for r in schedule.roles], [o.name for o in graph.ops]
+    named = {"warm_up": (ROLE_UNKNOWN, roles, (None,)), "start": (OP_UNKNOWN, ops, ()), "trigger": (OP_UNKNOWN, ops, (BEGIN, END))}
+    for field, value in record.changes:
+        code, names, others = named.get(field, ("", (), (value,)))
+        if value in others or _known(code, value, names, record.span, found):
+            schedule = replace(schedule, **{field: value})  # type: ignore[arg-type]  # fields are the Schedule's
+    return schedule
 
 
 def _hint(name: object, known: Iterable[str]) -> str:
@@ -136,17 +125,6 @@ def _known(code: str, name: object, known: Iterable[str], span: Span, found: Col
     if name not in names:
         found.add(code, span, name=name, hint=_hint(name, names), known=", ".join(names))
     return name in names
-
-
-def _launch(schedule: Schedule, graph: Graph, record: SetStart | SetTrigger, found: Collector) -> Schedule:
-    if isinstance(record, SetStart):
-        return replace(schedule, start=record.start) if _is_op(record.start, graph, record.span, found) else schedule
-    known = record.trigger in (BEGIN, END) or _is_op(record.trigger, graph, record.span, found)
-    return replace(schedule, trigger=record.trigger) if known else schedule
-
-
-def _is_op(name: object, graph: Graph, span: Span, found: Collector) -> bool:
-    return _known(OP_UNKNOWN, name, [o.name for o in graph.ops], span, found)
 
 
 def _role(schedule: Schedule, record: SetRole, overrides: Overrides, found: Collector) -> Schedule:
@@ -252,7 +230,7 @@ def _changed(old: OpSchedule, graph: Graph, schedule: Schedule, record: _OpRecor
         case SetPrefetch():
             changes = dict(record.changes)
             ahead_of = changes.get("ahead_of")
-            if ahead_of is not None and not _is_op(ahead_of, graph, record.span, found):
+            if ahead_of is not None and not _known(OP_UNKNOWN, ahead_of, [o.name for o in graph.ops], record.span, found):
                 return old
             return replace(old, prefetch=replace(old.prefetch, **changes))  # type: ignore[arg-type]  # keys are Prefetch's
         case SetScale():

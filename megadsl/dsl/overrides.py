@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from megadsl.ir.schedule import Sync
 from megadsl.source import Span
@@ -26,48 +26,8 @@ class SetCount:
 
 
 @dataclass(frozen=True)
-class SetScope:
-    """What one launch runs."""
-
-    scope: str
-    span: Span = dataclasses.field(compare=False)
-
-
-@dataclass(frozen=True)
-class SetStart:
-    """The op at which launches of a layer begin."""
-
-    start: str
-    span: Span = dataclasses.field(compare=False)
-
-
-@dataclass(frozen=True)
-class SetTrigger:
-    """From where on the launch behind a launch of a layer may begin."""
-
-    trigger: str
-    span: Span = dataclasses.field(compare=False)
-
-
-@dataclass(frozen=True)
-class SetRegisters:
-    """Which registers the threads of a block have."""
-
-    registers: str
-    span: Span = dataclasses.field(compare=False)
-
-
-@dataclass(frozen=True)
-class SetFinish:
-    """Who adds a block's partial sums and publishes."""
-
-    finish: str
-    span: Span = dataclasses.field(compare=False)
-
-
-@dataclass(frozen=True)
-class SetWarmUp:
-    """How the kernel's code is read ahead: warm_up, warm_blocks, warm_part, warm_every of the Schedule."""
+class SetKernel:
+    """Fields of the Schedule: scope, start, trigger, block_registers, finish, warm_up, warm_blocks, warm_part, warm_every."""
 
     changes: Changes
     span: Span = dataclasses.field(compare=False)
@@ -148,18 +108,7 @@ class SetPoll:
     span: Span = dataclasses.field(compare=False)
 
 
-Override: TypeAlias = (
-    SetCount | SetScope | SetStart | SetTrigger | SetRegisters | SetFinish | SetWarmUp | SetRole | SetRing | SetLoader | SetPrefetch
-    | SetSplit | SetScale | SetSync | SetPoll
-)  # fmt: skip
-# Records of one word about the whole kernel: the name of the decision, and where the record keeps it.
-_OF_THE_KERNEL: dict[Any, tuple[str, str]] = {
-    SetScope: ("scope", "scope"),
-    SetStart: ("start", "start"),
-    SetTrigger: ("trigger", "trigger"),
-    SetRegisters: ("block_registers", "registers"),
-    SetFinish: ("finish", "finish"),
-}
+Override: TypeAlias = SetCount | SetKernel | SetRole | SetRing | SetLoader | SetPrefetch | SetSplit | SetScale | SetSync | SetPoll
 
 
 @dataclass(frozen=True)
@@ -205,15 +154,9 @@ _NOT_IN = {
 
 def in_scope(overrides: Overrides, scope: str, span: Span) -> Overrides:
     """The decisions under another launch ``scope``, less those that such a launch cannot follow."""
-    same = scope in [d.value for d in overrides.decisions() if d.record is SetScope][-1:]
+    same = scope in [d.value for d in overrides.decisions() if (d.record, d.field) == (SetKernel, "scope")][-1:]
     kept = (d for d in overrides.decisions() if same or d.field not in _NOT_IN[scope])
-    return Overrides(overrides.arch, (*map(recorded, kept), SetScope(scope, span)))
-
-
-def of_the_kernel(record: SetScope | SetRegisters | SetFinish) -> dict[str, str]:
-    """The field of the Schedule that a record of one word decides, and the word."""
-    attribute = _OF_THE_KERNEL[type(record)][1]
-    return {attribute: getattr(record, attribute)}
+    return Overrides(overrides.arch, (*map(recorded, kept), SetKernel((("scope", scope),), span)))
 
 
 def decided(record: Override) -> Iterator[Decision]:
@@ -221,10 +164,7 @@ def decided(record: Override) -> Iterator[Decision]:
     match record:
         case SetCount():
             yield Decision(SetCount, (), record.field, record.value, record.span)
-        case SetScope() | SetStart() | SetTrigger() | SetRegisters() | SetFinish():
-            name, attribute = _OF_THE_KERNEL[type(record)]
-            yield Decision(type(record), (), name, getattr(record, attribute), record.span)
-        case SetWarmUp() | SetRole() | SetRing() | SetPrefetch() | SetSplit() | SetPoll():
+        case SetKernel() | SetRole() | SetRing() | SetPrefetch() | SetSplit() | SetPoll():
             yield from (Decision(type(record), _subject(record), name, value, record.span) for name, value in record.changes)
         case SetLoader():
             yield Decision(SetLoader, (record.op,), "loader", record.role, record.span)
@@ -235,10 +175,10 @@ def decided(record: Override) -> Iterator[Decision]:
             yield Decision(SetSync, ends, "sync", record.sync, record.span)
 
 
-def _subject(record: SetWarmUp | SetRole | SetRing | SetPrefetch | SetSplit | SetPoll) -> tuple[str, ...]:
+def _subject(record: SetKernel | SetRole | SetRing | SetPrefetch | SetSplit | SetPoll) -> tuple[str, ...]:
     """What the fields of a record are of."""
     match record:
-        case SetWarmUp():
+        case SetKernel():
             return ()
         case SetRole():
             return (record.role,)
@@ -256,11 +196,8 @@ def recorded(decision: Decision) -> Override:
     match decision.record:
         case kind if kind is SetCount:
             return SetCount(decision.field, value, span)
-        case kind if kind in _OF_THE_KERNEL:
-            made: Any = kind
-            return cast(Override, made(value, span))
-        case kind if kind is SetWarmUp:
-            return SetWarmUp(((decision.field, value),), span)
+        case kind if kind is SetKernel:
+            return SetKernel(((decision.field, value),), span)
         case kind if kind is SetLoader:
             return SetLoader(subject[0], value, span)
         case kind if kind is SetScale:

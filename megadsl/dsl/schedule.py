@@ -14,20 +14,15 @@ from megadsl.dsl.overrides import (
     Override,
     Overrides,
     SetCount,
-    SetFinish,
+    SetKernel,
     SetLoader,
     SetPoll,
     SetPrefetch,
-    SetRegisters,
     SetRing,
     SetRole,
     SetScale,
-    SetScope,
     SetSplit,
-    SetStart,
     SetSync,
-    SetTrigger,
-    SetWarmUp,
 )
 from megadsl.ir.schedule import CODE_PARTS, L2_BY, MERGES, REGISTERS, SCOPES, SHARED, STAGED, Flag, Sentinel, Sync, Tagged
 from megadsl.machine import machine
@@ -117,25 +112,22 @@ class ScheduleBlock:
         Bit-identical."""
         span = caller_span()
         self.choice("launch scope", scope, SCOPES, span)
-        self.record(SetScope(scope, span))
-        if not isinstance(start, _Keep):
-            self.record(SetStart(start, span))
-        if not isinstance(trigger, _Keep):
-            self.record(SetTrigger(trigger, span))
+        given = (("scope", scope), ("start", start), ("trigger", trigger))
+        self.record(SetKernel(tuple((field, value) for field, value in given if not isinstance(value, _Keep)), span))
 
     def registers(self, which: str) -> None:
         """Registers of a block's threads: "launched", each has as many; "moved": the loaders leave what they do not need to the
         consumers (setmaxnreg), for kernels that would spill. Needs whole warpgroups of consumers. Bit-identical."""
         span = caller_span()
         self.choice("registers", which, BLOCK_REGISTERS, span)
-        self.record(SetRegisters(which, span))
+        self.record(SetKernel((("block_registers", which),), span))
 
     def finish(self, who: str) -> None:
         """Who adds the partial sums of a block's warps, and publishes: "block", those warps; "warp", one more that does nothing else, so
         that they go on to the next op meanwhile. For few tokens. Bit-identical."""
         span = caller_span()
         self.choice("finish", who, FINISHES, span)
-        self.record(SetFinish(who, span))
+        self.record(SetKernel((("finish", who),), span))
 
     def warm_code(
         self,
@@ -160,7 +152,7 @@ class ScheduleBlock:
         if not isinstance(part, _Keep):
             self.choice("warm_code part", part, CODE_PARTS, span)
             found.append(("warm_part", part))
-        self.record(SetWarmUp((*found, *self.changes(1, span, warm_every=every)), span))
+        self.record(SetKernel((*found, *self.changes(1, span, warm_every=every)), span))
 
     def role(self, name: str, *, warps: int, kind: str | None = None) -> None:
         """Warps of a role; the consumer's change rounding. A role that the default schedule lacks needs kind="loader"."""

@@ -14,7 +14,7 @@ from megadsl.diagnostics import declare
 FORMAT_UNKNOWN = declare("MK288", "{what}: there is no format {name!r} of weights", "take one of {known}")
 FORMAT_OP = declare("MK289", "formats {asked!r}: the kernel has no linear called {op!r}", "its linears are {known}")
 
-PANEL_ROWS, PANEL_COLUMNS = 8, 32
+PANEL_ROWS, PANEL_COLUMNS = 8, 32  # of a matrix in memory: what a warp multiplies at a time
 
 
 @dataclass(frozen=True)

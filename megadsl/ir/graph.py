@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 from megadsl.ir.custom import CustomCall
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
+from megadsl.ir.formats import PANEL_COLUMNS, PLAIN
 from megadsl.source import Span
 from megadsl.types import PerLayer, at_layer, round_up
-
-HEAD_PANEL = 32  # mk::kPanel
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class WeightRef:
     name: str
     shape: tuple[int, ...]
     per_layer: bool
-    format: str = "bf16"  # as a linear multiplies it: a key of ir.formats.FORMATS
+    format: str = PLAIN  # as a linear multiplies it: a key of ir.formats.FORMATS
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ class Attention:
     @property
     def cache_dim(self) -> int:
         """Features that a head takes room for in a cache and among the queries: whole panels of 32."""
-        return round_up(self.head_dim, HEAD_PANEL)
+        return round_up(self.head_dim, PANEL_COLUMNS)
 
     @property
     def maps(self) -> tuple[tuple[str, Fused], ...]:

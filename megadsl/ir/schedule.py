@@ -155,7 +155,7 @@ class Schedule:
     scope: str = "step"  # what one launch runs: "step"; or as a dependent of the one before, a "layer", or a phase of one "op"
     start: str = ""  # scope "layer": the op at which a launch begins; "": to be decided
     trigger: str = BEGIN  # scope "layer": from where on the launch behind may begin: BEGIN, END, or an op
-    registers: str = ""  # "launched": each thread of a block has as many; "moved": loaders leave theirs to consumers; "": to be decided
+    block_registers: str = ""  # "launched": each thread has as many; "moved": loaders leave theirs to consumers; "": to be decided
     finish: str = ""  # who adds partial sums and publishes: the "block", or a "warp" that does nothing else; "": to be decided
     sequences: int = 1  # of a batch: each has KV caches of its own, and a step's new tokens are theirs
     page_rows: int = 0  # cached rows lie in pages of so many; 0: those of a sequence follow each other

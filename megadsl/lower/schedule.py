@@ -414,7 +414,7 @@ def _check_warps(schedule: Schedule, machine: Machine, graph: Graph, asked: Over
         registers = machine.registers_per_sm // (warps * WARP_THREADS)
         if registers < MIN_REGISTERS:
             found.add(REGISTERS, span, warps=warps, registers=registers, need=MIN_REGISTERS)
-    if schedule.registers == "moved" and (why := why_stay(schedule, machine)):
+    if schedule.block_registers == "moved" and (why := why_stay(schedule, machine)):
         alone = _ALONE if MOVES not in machine.features else ""
         found.add(NOT_MOVED, asked.said(graph.span, "block_registers"), why=why, alone=alone)
     if finishers(schedule) and (why := why_block(graph, schedule)):

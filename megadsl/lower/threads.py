@@ -40,11 +40,11 @@ def choose_finish(graph: Graph, schedule: Schedule, machine: Machine) -> Schedul
 def choose_registers(graph: Graph, schedule: Schedule, machine: Machine) -> Schedule:
     """``schedule`` with its registers decided: moved where nvcc 13.0 spills else (norms of heads; wide heads with more than a few tokens)
     and the machine can; everywhere else what a launch gives is enough, and moving it costs half a percent (docs/performance.md)."""
-    if schedule.registers:
+    if schedule.block_registers:
         return schedule
     heads = [op for op in graph.ops if isinstance(op, Attention)]
     crowded = any(op.maps or (op.head_dim > NARROW and graph.tokens > FEW_TOKENS) for op in heads)
-    return replace(schedule, registers="moved" if crowded and not why_stay(schedule, machine) else "launched")
+    return replace(schedule, block_registers="moved" if crowded and not why_stay(schedule, machine) else "launched")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def threads(schedule: Schedule, machine: Machine) -> Threads:
     consumers = schedule.consumer.warps
     loaders = sum(r.warps for r in schedule.roles) - consumers + finishers(schedule)
     launched = _launched(consumers + loaders, schedule.resident, machine)
-    if schedule.registers == "moved" and not why_stay(schedule, machine):
+    if schedule.block_registers == "moved" and not why_stay(schedule, machine):
         warps = consumers + WARPGROUP
         pool = warps * _launched(warps, schedule.resident, machine)
         most = (pool - WARPGROUP * LOADER_REGISTERS) // consumers // REGISTER_UNIT * REGISTER_UNIT

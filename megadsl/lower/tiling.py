@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadsl.ir.formats import FORMATS
-from megadsl.ir.graph import HEAD_PANEL, Linear
+from megadsl.ir.formats import FORMATS, PANEL_COLUMNS, PANEL_ROWS
+from megadsl.ir.graph import Linear
 from megadsl.types import ceil_div, round_up
 
-GROUP_ROWS = 8  # rows per tile; they fill the mma's 16 as two column ranges
-PANEL = HEAD_PANEL  # columns per panel: two k16 steps, one 16-byte load per lane
+GROUP_ROWS = PANEL_ROWS  # rows per tile; they fill the mma's 16 as two column ranges
+PANEL = PANEL_COLUMNS  # columns per panel: two k16 steps, one 16-byte load per lane
 MAX_TILE_COLUMNS = 1024  # 8 rows x 1024 bf16 = 16 KB, one ring stage
 MAX_NARROW_COLUMNS = 2048  # of codes of 8 bits and less: more would not fit a lane's registers
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megadsl.ir.formats import FORMATS, WeightFormat
+from megadsl.ir.formats import FORMATS
 from megadsl.types import round_up
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code without its sign
 E2M1_MAX, E4M3_MAX, INT8_MAX, INT4_MAX = 6.0, 448.0, 127, 7
 _E2M1_MAX_EXPONENT = 2  # of 6.0 = 1.5 * 2^2
 _E8M0_BIAS = 127
+
+Made: TypeAlias = "tuple[Tensor, Tensor | None]"  # codes and scales
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,20 @@ class Quantised:
 def quantised(name: str, weight: Tensor) -> Quantised:
     """A matrix (rows, columns) of any float type in the format ``name``, rounded to nearest, ties to even. Columns are filled up with
     zeros to whole blocks. NaN and infinities are not allowed for."""
-    found, w = FORMATS[name], weight.float()
-    if found.block:
-        w = torch.nn.functional.pad(w, (0, round_up(w.shape[1], found.block) - w.shape[1]))
-    return _QUANTISE[name](w, found)
+    w, rows = weight.float(), row_scales(name, weight)
+    if block := FORMATS[name].block:
+        w = torch.nn.functional.pad(w, (0, round_up(w.shape[1], block) - w.shape[1])).unflatten(1, (-1, block))
+    return Quantised(*_QUANTISE[name](w, rows), rows)
+
+
+def row_scales(name: str, weight: Tensor) -> Tensor | None:
+    """The ``row_scales`` of :func:`quantised` alone: the largest element of a row is the largest code; of nvfp4, that of the largest
+    block of the matrix the largest code with the largest scale."""
+    if not FORMATS[name].row_scale:
+        return None
+    sizes = weight.float().abs()
+    largest = sizes.amax().expand(len(weight)) if FORMATS[name].block else sizes.amax(1)
+    return _over(largest, _LARGEST[name])
 
 
 def operands(name: str, q: Quantised) -> Tensor:
@@ -56,11 +69,6 @@ def dequantised(name: str, weight: Tensor) -> Tensor:
     return found if q.row_scales is None else found * q.row_scales[:, None]
 
 
-def _blocks(w: Tensor, block: int) -> Tensor:
-    found: Tensor = w.unflatten(1, (-1, block))
-    return found
-
-
 def _over(a: Tensor, b: float) -> Tensor:
     """a / b, rounded once on every device: by a number, torch multiplies by its reciprocal on a GPU."""
     return a / torch.full_like(a, b)
@@ -71,37 +79,32 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, torch.zeros_like(a), a / torch.where(b == 0, torch.ones_like(b), b))
 
 
-def _fp8(w: Tensor, found: WeightFormat) -> Quantised:
-    rows = _over(w.abs().amax(1), E4M3_MAX)
-    return Quantised(_ratio(w, rows[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), None, rows)
+def _fp8(w: Tensor, rows: Tensor) -> Made:
+    return _ratio(w, rows[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), None
 
 
-def _int8(w: Tensor, found: WeightFormat) -> Quantised:
-    rows = _over(w.abs().amax(1), INT8_MAX)
-    return Quantised(_ratio(w, rows[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8), None, rows)
+def _int8(w: Tensor, rows: Tensor) -> Made:
+    return _ratio(w, rows[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8), None
 
 
-def _nvfp4(w: Tensor, found: WeightFormat) -> Quantised:
-    """The tensor's scale lets the largest block's be the largest E4M3 number."""
-    whole = _over(w.abs().amax()[None], E2M1_MAX * E4M3_MAX)
-    most = _over(_blocks(w, found.block).abs().amax(2), E2M1_MAX)
-    scales = _ratio(most, whole.expand_as(most)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    codes = _e2m1(_ratio(_blocks(w, found.block), (scales.float() * whole)[:, :, None])).flatten(1)
-    return Quantised(codes, scales.view(torch.uint8), whole.expand(len(w)).contiguous())
+def _nvfp4(w: Tensor, rows: Tensor) -> Made:
+    most, rows = _over(w.abs().amax(2), E2M1_MAX), rows[:, None]
+    scales = _ratio(most, rows.expand_as(most)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    return _e2m1(_ratio(w, (scales.float() * rows)[:, :, None])).flatten(1), scales.view(torch.uint8)
 
 
-def _mxfp4(w: Tensor, found: WeightFormat) -> Quantised:
+def _mxfp4(w: Tensor, rows: None) -> Made:
     """The power of two of a block is that of its largest element less that of 6 (OCP MX)."""
-    _, exponents = torch.frexp(_blocks(w, found.block).abs().amax(2))  # of a fraction from 0.5 on
+    _, exponents = torch.frexp(w.abs().amax(2))  # of a fraction from 0.5 on
     codes = (exponents - 1 - _E2M1_MAX_EXPONENT + _E8M0_BIAS).clamp(0, 254)
     scales = torch.ldexp(torch.ones_like(codes, dtype=torch.float32), codes - _E8M0_BIAS)
-    return Quantised(_e2m1(_blocks(w, found.block) / scales[:, :, None]).flatten(1), codes.to(torch.uint8), None)
+    return _e2m1(w / scales[:, :, None]).flatten(1), codes.to(torch.uint8)
 
 
-def _int4(w: Tensor, found: WeightFormat) -> Quantised:
-    scales = _over(_blocks(w, found.block).abs().amax(2), INT4_MAX).to(torch.bfloat16)
-    codes = _ratio(_blocks(w, found.block), scales.float()[:, :, None]).round().clamp(-INT4_MAX - 1, INT4_MAX)
-    return Quantised((codes.to(torch.int8) & 0xF).flatten(1).view(torch.uint8), scales, None)
+def _int4(w: Tensor, rows: None) -> Made:
+    scales = _over(w.abs().amax(2), INT4_MAX).to(torch.bfloat16)
+    codes = _ratio(w, scales.float()[:, :, None]).round().clamp(-INT4_MAX - 1, INT4_MAX)
+    return (codes.to(torch.int8) & 0xF).flatten(1).view(torch.uint8), scales
 
 
 def _e2m1(x: Tensor) -> Tensor:
@@ -130,7 +133,8 @@ def _from_int4(codes: Tensor) -> Tensor:
     return ((codes.int() ^ 8) - 8).float()
 
 
-_QUANTISE: dict[str, Callable[[Tensor, WeightFormat], Quantised]] = {
+_LARGEST = {"fp8": E4M3_MAX, "int8": INT8_MAX, "nvfp4": E2M1_MAX * E4M3_MAX}
+_QUANTISE: dict[str, Callable[..., Made]] = {  # of fp32 elements, by blocks where there are any, and the row scales
     "fp8": _fp8, "int8": _int8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "int4": _int4,
 }  # fmt: skip
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megadsl.build.cache import cached
 from megadsl.diagnostics import declare, warn
-from megadsl.ir.formats import DEVICE_SCALE, FORMATS, PLAIN
-from megadsl.reference.formats import Quantised, quantised
+from megadsl.ir.formats import DEVICE_SCALE, FORMATS, PANEL_COLUMNS, PANEL_ROWS, PLAIN
+from megadsl.reference.formats import Quantised, quantised, row_scales
 from megadsl.runtime.readahead import read_ahead
 from megadsl.runtime.weights import Manifest, WeightSource, source_shape, validate
 from megadsl.types import round_up
@@ -32,8 +32,6 @@ PACK_UNCACHED = declare(
 )
 
 _FORMAT = "pack-2"  # raise it whenever the bytes below change for equal records
-_TILE_ROWS = 8
-_TILE_COLUMNS = 32  # one mma fragment's columns
 _COPY_UNIT = 16  # bytes
 
 Record = Mapping[str, Any]
@@ -150,7 +148,7 @@ def _bar(shown: bool) -> Progress:
 def _matrix(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
     if record["format"] == PLAIN:
         padded = _padded(record, _stacked(record, sources), record["columns_padded"])
-        return _tiles(record, padded, _TILE_COLUMNS).permute(0, 2, 3, 1, 4)
+        return _tiles(record, padded, PANEL_COLUMNS).permute(0, 2, 3, 1, 4)
     return arranged(record, [quantised(record["format"], w) for w in sources])
 
 
@@ -160,11 +158,11 @@ def arranged(record: Record, made: list[Quantised]) -> torch.Tensor:
     found = FORMATS[record["format"]]
     codes = _padded(record, _stacked(record, [q.codes for q in made]), record["columns_padded"])
     words = WORDS[record["format"]](codes)
-    panels = [_tiles(record, words, _TILE_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)]
+    panels = [_tiles(record, words, PANEL_COLUMNS * found.bits // 8).permute(0, 2, 3, 1, 4).flatten(3)]
     if found.block:
-        each = _TILE_COLUMNS // found.block * found.scale_bytes
+        each = PANEL_COLUMNS // found.block * found.scale_bytes
         rows = [q.scales.contiguous().view(torch.uint8) for q in made if q.scales is not None]
-        scales = _padded(record, _stacked(record, rows), record["columns_padded"] // _TILE_COLUMNS * each)
+        scales = _padded(record, _stacked(record, rows), record["columns_padded"] // PANEL_COLUMNS * each)
         panels.append(_tiles(record, scales, each).permute(0, 2, 3, 1, 4).flatten(3))
     tiles = torch.cat(panels, 3).flatten(2)
     filled = tiles.new_zeros(*tiles.shape[:2], round_up(tiles.shape[2], _COPY_UNIT))
@@ -196,8 +194,8 @@ WORDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def _scale(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
     """fp32. What a format's blocks are scaled by on the device is divided out of it."""
-    rows = [q.row_scales for q in (quantised(record["format"], w) for w in sources) if q.row_scales is not None]
-    return _padded(record, _stacked(record, [scales[:, None] for scales in rows]), 1) * DEVICE_SCALE.get(record["format"], 1.0)
+    rows = [scales[:, None] for w in sources if (scales := row_scales(record["format"], w)) is not None]
+    return _padded(record, _stacked(record, rows), 1) * DEVICE_SCALE.get(record["format"], 1.0)
 
 
 def _padded(record: Record, stacked: torch.Tensor, columns: int) -> torch.Tensor:
@@ -222,12 +220,12 @@ def _stacked(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
 def _tiles(record: Record, padded: torch.Tensor, width: int) -> torch.Tensor:
     """(rows, elements) seen as (row group, row, part, panel, element), ``width`` elements of a row to a panel."""
     parts = record["columns_padded"] // record["tile_columns"]
-    return padded.view(-1, _TILE_ROWS, parts, record["tile_columns"] // _TILE_COLUMNS, width)
+    return padded.view(-1, PANEL_ROWS, parts, record["tile_columns"] // PANEL_COLUMNS, width)
 
 
 def _untiled(record: Record, flat: torch.Tensor) -> torch.Tensor:
     padded = flat.new_empty(record["rows"], record["columns_padded"])
-    seen = _tiles(record, padded, _TILE_COLUMNS)
+    seen = _tiles(record, padded, PANEL_COLUMNS)
     seen.copy_(flat.view(*(seen.shape[i] for i in (0, 2, 3, 1, 4))).permute(0, 3, 1, 2, 4))
     return padded[:, : record["columns"]]
 
@@ -257,7 +255,7 @@ def pair_order(rows: int, head_dim: int, inverse: bool = False, rotary_dim: int 
 
 
 def _vector(record: Record, sources: list[torch.Tensor]) -> torch.Tensor:
-    padded = sources[0].new_zeros(round_up(sources[0].shape[0], _TILE_COLUMNS))
+    padded = sources[0].new_zeros(round_up(sources[0].shape[0], PANEL_COLUMNS))
     padded[: sources[0].shape[0]] = sources[0]
     return padded
 

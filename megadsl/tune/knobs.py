@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megadsl.dsl.knobs import EDGE, KERNEL, OP, RING, ROLE, Knob, knobs_of
 from megadsl.dsl.overrides import Decision
@@ -292,6 +292,16 @@ _BATCH = lambda scene, of: scene.schedule.batch  # noqa: E731
 _WARPS = lambda scene, of: scene.schedule.role(of[0]).warps  # noqa: E731
 _SPLITS = _op_field("splits")
 
+
+def _another(name: str, field: str, known: Callable[[Scene], Sequence[object]], *rest: Any) -> Turn:
+    """One of a few words about the kernel, which the schedule keeps as ``field``: each but the present one."""
+
+    def now(scene: Scene, of: tuple[str, ...]) -> object:
+        return getattr(scene.schedule, field)
+
+    return Turn(knobs_of(KERNEL)[name], _whole, now, lambda scene, of: [word for word in known(scene) if word != now(scene, of)], *rest)
+
+
 TURNS: tuple[Turn, ...] = (
     _stages(),
     _stage_bytes(),
@@ -327,32 +337,28 @@ TURNS: tuple[Turn, ...] = (
         lambda scene, of: near(BATCHES, scene.schedule.batch),
         lambda scene, of, value: 0.2 * scene.hops * abs(log2(_number(value) / scene.schedule.batch)),
     ),
-    Turn(
-        knobs_of(KERNEL)["block_registers"],
-        _whole,
-        lambda scene, of: scene.schedule.registers,
-        lambda scene, of: [which for which in BLOCK_REGISTERS if which != scene.schedule.registers],
+    _another(
+        "block_registers",
+        "block_registers",
+        lambda scene: BLOCK_REGISTERS,
         lambda scene, of, value: effects.TRIFLE_US,
     ),
-    Turn(
-        knobs_of(KERNEL)["finish"],
-        _whole,
-        lambda scene, of: scene.schedule.finish,
-        lambda scene, of: [who for who in FINISHES if who != scene.schedule.finish],
+    _another(
+        "finish",
+        "finish",
+        lambda scene: FINISHES,
         lambda scene, of, value: 0.2 * scene.hops,
     ),
-    Turn(
-        knobs_of(KERNEL)["warm_code"],
-        _whole,
-        lambda scene, of: scene.schedule.warm_up,
-        lambda scene, of: [role for role in (None, *(r.name for r in scene.schedule.roles)) if role != scene.schedule.warm_up],
+    _another(
+        "warm_code",
+        "warm_up",
+        lambda scene: (None, *(r.name for r in scene.schedule.roles)),
         lambda scene, of, value: effects.code(scene, read=value is not None),
     ),
-    Turn(
-        knobs_of(KERNEL)["warm_code_part"],
-        _whole,
-        lambda scene, of: scene.schedule.warm_part,
-        lambda scene, of: [part for part in CODE_PARTS if part != scene.schedule.warm_part],
+    _another(
+        "warm_code_part",
+        "warm_part",
+        lambda scene: CODE_PARTS,
         lambda scene, of, value: effects.TRIFLE_US,
         _read_by,
     ),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 
-from megadsl.build.nvcc import build_cubin
 from megadsl.driver import Compiled
-from megadsl.resources import include
-from tests.kernels import Bench, judge, steps
+from tests.kernels import Bench, build_cubins, judge, steps
 from tests.test_custom_ops import NAMES, SIZES, flags, launched_alone, made, whole_units
 
 pytestmark = pytest.mark.gpu
@@ -25,17 +22,12 @@ SCHEDULED = {
 }
 
 
-def built(some: dict[str, Compiled]) -> dict[str, Compiled]:
-    """Their cubins are built side by side, and taken from the cache afterwards."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: build_cubin(one.source, one.manifest["arch"], [include()], {}), some.values()))
-    return some
-
-
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Compiled]:
     plain = {f"{name}-{tokens}-{blocks}": made(name, tokens, blocks) for name, tokens, blocks in CASES}
-    return built(plain | {case: made(name, tokens, SMS, how) for case, (name, tokens, how) in SCHEDULED.items()})
+    found = plain | {case: made(name, tokens, SMS, how) for case, (name, tokens, how) in SCHEDULED.items()}
+    build_cubins(found.values())
+    return found
 
 
 @pytest.mark.parametrize("case", [*(f"{name}-{tokens}-{blocks}" for name, tokens, blocks in CASES), *SCHEDULED])

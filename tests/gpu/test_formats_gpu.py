@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 
-from megadsl.build.nvcc import build_cubin
 from megadsl.driver import Compiled
-from megadsl.resources import include
-from tests.kernels import Bench, check, compiled, steps
+from tests.kernels import Bench, build_cubins, check, compiled, steps
 from tests.test_formats import NARROW
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +22,7 @@ def kernels() -> dict[tuple[str, str, int], Compiled]:
         (model, name, tokens): compiled(model, tokens=tokens, blocks=132, formats=f"{name}, lm_head={name}", max_kv=512)
         for model, name, tokens in CASES
     }
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: build_cubin(one.source, one.manifest["arch"], [include()], {}), found.values()))
+    build_cubins(found.values())
     return found
 
 

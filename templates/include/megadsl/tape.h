@@ -121,6 +121,9 @@ struct Tape {
       : cx(context), buffers(b), loader(context, ring, window), entries(at), step(first), gates(gate_rounds), windows(w), all(sequences),
         cached_rows(rows), first_epoch(first.epoch), scratch(loads) {}
 
+  // Where a launch knows its step only once it has joined the one before.
+  MK_DEV void begin(const Step& first) { step = first, first_epoch = first.epoch; }
+
   MK_DEV void add(TapeEntry e) {
     const smem_ptr<u64> to = (entries + size).template at<u64>(0);
     const u64 words[7] = {u32(e.kind) | u64(e.site) << 32, e.base | u64(e.layer_stride) << 32, e.bytes | u64(e.step) << 32,
@@ -222,11 +225,14 @@ struct Tape {
 #pragma unroll 1
       for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
 #pragma unroll 1
-        for (u32 pass = 0; pass < repeats; ++pass) stream(e, cached ? cache_run(e, unit, cx.layer) : weight_run(e, pass, cx.layer), cached ? 0 : pass * e.units);
+        for (u32 pass = 0; pass < repeats; ++pass)
+          stream(e, cached ? cache_run(e, unit_of(e, unit, cx.layer), cx.layer) : weight_run(e, pass, cx.layer), cached ? 0 : pass * e.units);
     }
   }
 
  private:
+  // By a load, not by an instruction.
+  MK_DEV static bool loads(const TapeEntry& e) { return S::kLoads && e.site >= kLayersAhead; }
   MK_DEV static u32 layers_ahead(const TapeEntry& e) { return S::kLoads ? e.site % kLayersAhead : e.site; }
   // What L2 is asked for at once.
   MK_DEV static constexpr u32 fetch_bytes() {
@@ -235,7 +241,7 @@ struct Tape {
   }
   MK_DEV void fetch(const TapeEntry& e, const char* source, u32 bytes) {
     if constexpr (S::kLoads) {
-      if (e.site >= kLayersAhead) return scratch.template load<Copies>(cx, e.site / kLayersAhead - 1, source, bytes);
+      if (loads(e)) return scratch.template load<Copies>(cx, e.site / kLayersAhead - 1, source, bytes);
     }
     if constexpr (Copies::kPrefetches) Copies::prefetch(source, bytes);
   }
@@ -255,8 +261,16 @@ struct Tape {
   MK_DEV Unit unit_of(const TapeEntry& e, u32 index, u32 layer) const {
     return attention_unit({e.splits, e.splits_inverse}, index, step.kv_len, kWindows ? windows.of(e.tile, layer) : 0);
   }
-  MK_DEV Run cache_run(const TapeEntry& e, u32 index, u32 layer) const {
-    const Unit unit = unit_of(e, index, layer);
+  // What L2 is asked for of a unit: loads leave out chunks to which this launch may append, up to one more with each of its steps.
+  MK_DEV Unit fetched_unit(const TapeEntry& e, u32 index, u32 layer) const {
+    Unit unit = unit_of(e, index, layer);
+    if (loads(e)) {
+      const u32 whole = step.kv_len / kChunkRows, settled = whole - min_u32(whole, step.epoch - first_epoch);
+      unit.end = max_u32(unit.begin, min_u32(unit.end, settled));
+    }
+    return unit;
+  }
+  MK_DEV Run cache_run(const TapeEntry& e, const Unit& unit, u32 layer) const {
     const size_t at = size_t(e.base) + size_t(e.layer_stride) * layer + size_t(e.stride) * unit.head;
     return {buffers.kv + at * 16 + size_t(unit.begin) * e.bytes, (unit.end - unit.begin) * e.bytes};
   }
@@ -332,7 +346,7 @@ struct Tape {
       loader.load(e.site, tile, run.source + done, bytes, e.policy);
     }
   }
-  // Asks for what a later layer streams. Rows that this launch still appends may be among them: L2 has them as they come.
+  // Asks for what a later layer streams. Rows that this launch still appends may be among what instructions ask for: L2 has them as they come.
   MK_DEV void prefetch_ahead(const TapeEntry& e) {
     const bool cached = e.kind == Play::kPrefetchCache;
     const u32 layer = cx.layer + layers_ahead(e), units = cached ? e.units : cx.block + 1, repeats = cached ? 1 : e.repeats;
@@ -347,17 +361,17 @@ struct Tape {
     for (u32 unit = cx.block; unit < units; unit += cx.blocks.value)
 #pragma unroll 1
       for (u32 pass = 0; pass < repeats; ++pass) {
-        const Run run = cached ? cache_run(e, unit, layer) : weight_run(e, pass, layer);
+        const Run run = cached ? cache_run(e, fetched_unit(e, unit, layer), layer) : weight_run(e, pass, layer);
         const u32 size = cached ? min_u32(run.bytes, e.repeats) : run.bytes;
 #pragma unroll 1
         for (u32 done = 0; done < size; done += e.step) fetch(e, run.source + done, min_u32(e.step, size - done));
       }
   }
   // The first `repeats` bytes of each unit's rows, page by page.
-  MK_DEV void prefetch_pages(const TapeEntry& e, u32 layer) const {
+  MK_DEV void prefetch_pages(const TapeEntry& e, u32 layer) {
 #pragma unroll 1
     for (u32 index = cx.block; index < e.units; index += cx.blocks.value) {
-      const Unit unit = unit_of(e, index, layer);
+      const Unit unit = fetched_unit(e, index, layer);
       if (unit.begin == unit.end) continue;
       const PageRuns runs = page_runs(e, layer, unit.head);
       u32 next = cached_rows.entry(0, unit.begin), left = e.repeats;
@@ -365,7 +379,9 @@ struct Tape {
       cached_rows.for_each_part(0, unit.begin, end, end, next, [&](u32 page, u32 inside, u32 count) {
         const u32 size = min_u32(count * e.bytes, left);
         left -= size;
-        Copies::prefetch(runs.at(page, inside, e.bytes), size);
+        const char* source = runs.at(page, inside, e.bytes);
+#pragma unroll 1
+        for (u32 done = 0; done < size; done += e.step) fetch(e, source + done, min_u32(e.step, size - done));
       });
     }
   }

@@ -1,24 +1,7 @@
 """Decisions about one op's inputs, results and parts that no kernel can follow. How to read the comments: tests/broken_specs.py."""
 
-from typing import Any
-
-from dsl_tools import HIDDEN, head, start
-
 import megadsl as mk
 from megadsl.dsl.schedule import ScheduleBlock
-
-
-@mk.kernel
-def step(cfg: Any, tokens: int = 1) -> mk.Tensor:
-    x = start(tokens)
-    for layer in mk.layers(cfg.layers):
-        h = mk.rms_norm(x, layer.weight("norm", HIDDEN), eps=1e-5)
-        q, k, v = mk.linear(h, *(layer.weight(f"{n}_proj", (HIDDEN, HIDDEN)) for n in "qkv"))
-        q, k = mk.rope(q, k, head_dim=64, theta=1e4)
-        a = mk.attention(q, layer.kv_cache(2, 64).append(k, v), heads=2)
-        x = x + mk.linear(a, layer.weight("o_proj", (HIDDEN, HIDDEN)))
-    h = mk.map("x * a + x * b", x=x, a=mk.weight("a", HIDDEN), b=mk.weight("b", HIDDEN))
-    return head(h)
 
 
 def held_rows(s: ScheduleBlock) -> None:
