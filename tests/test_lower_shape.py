@@ -16,13 +16,13 @@ from lower_tools import GPU, lowered, model, with_op
 from megadsl.driver import compile_model
 from megadsl.dsl.overrides import Overrides, SetKernel, SetPrefetch
 from megadsl.ir.graph import Attention, Embed, Linear
-from megadsl.ir.plan import Plan, Record
+from megadsl.ir.plan import Plan, Record, ident
 from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import kept_locally, merge_lanes
 from megadsl.lower.memory import ABORT_BYTES, TAPE_ENTRY_BYTES
 from megadsl.lower.pipeline import Lowering
 from megadsl.lower.schedule import MEETING_BYTES, WINDOW_BYTES
-from megadsl.lower.shape import ALL_ROWS, divisor_inverse, float_bits, ident, kv_strides
+from megadsl.lower.shape import ALL_ROWS, divisor_inverse, float_bits, kv_strides
 from megadsl.lower.tiling import tiling
 from megadsl.resources import include
 from megadsl.source import UNKNOWN

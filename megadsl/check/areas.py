@@ -14,14 +14,14 @@ from megadsl.check.accesses import Access, Event, Meet, mapped, reading, some_ro
 from megadsl.check.model import Device, Matrix, Step
 from megadsl.ir.expr import reductions
 from megadsl.ir.graph import RowMap, ValueRef, kept_values
-from megadsl.ir.plan import Exchange, Instr
+from megadsl.ir.plan import Exchange, Instr, ident
 from megadsl.ir.schedule import STAGED
 from megadsl.lower.exchanges import LASTS_PER_VECTOR, PART_BYTES
 from megadsl.lower.heads import FEW_ROWS, QUERY_ROWS
 from megadsl.lower.memory import row_parts
 from megadsl.lower.operands import input_area, prologue_values, scratch_area, vectors
 from megadsl.lower.schedule import MOST_SEQUENCES
-from megadsl.lower.shape import ident, rope_tables
+from megadsl.lower.shape import rope_tables
 from megadsl.types import ceil_div
 
 WARP_THREADS = 32

@@ -13,7 +13,8 @@ from megadsl.check.shares import COVER, MISMATCH
 from megadsl.diagnostics import declare
 from megadsl.ir.graph import Attention
 from megadsl.lower.exchanges import PART_BYTES
-from megadsl.lower.memory import BARRIER_BYTES, landed_name, received_name
+from megadsl.lower.memory import landed_name, received_name
+from megadsl.lower.scratch import BARRIER_BYTES
 from megadsl.lower.tiling import GROUP_ROWS
 
 APART = declare(

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megadsl.ir.plan import Exchange, Instr, LayerLoop, Phase, Plan, Program
-from megadsl.lower.shape import ident
+from megadsl.ir.plan import Exchange, Instr, LayerLoop, Phase, Plan, Program, ident
 
 Edit = Callable[[Instr], Instr | tuple[Instr, ...] | None]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from megadsl.check.batch import skipped_chunks
 from megadsl.ir.graph import Attention, Custom, Linear
-from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Plan, Program
+from megadsl.ir.plan import Exchange, Instr, Item, LayerLoop, Plan, Program, ident
 from megadsl.lower.columns import parts_of, share_begin, share_owner
-from megadsl.lower.shape import ALL_ROWS, CHUNK_ROWS, WINDOWS, ident, input_name, layer_room, windowed
+from megadsl.lower.shape import ALL_ROWS, CHUNK_ROWS, WINDOWS, input_name, layer_room, windowed
 from megadsl.lower.steps import feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS
 from megadsl.types import ceil_div

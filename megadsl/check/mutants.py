@@ -20,12 +20,13 @@ from megadsl.check.launches import alone
 from megadsl.check.memory import LAYERS, TURNS, block_kinds
 from megadsl.check.model import Device
 from megadsl.check.ring_sizes import tape_entries
-from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program
+from megadsl.ir.plan import Exchange, Instr, LayerLoop, Plan, Program, ident
 from megadsl.ir.schedule import MERGE_CLUSTER
 from megadsl.lower.exchanges import ASYNC
 from megadsl.lower.launches import AWAIT, JOIN, launches
-from megadsl.lower.memory import BARRIER_BYTES, TAPE_ENTRY_BYTES
-from megadsl.lower.shape import PAGES, ident
+from megadsl.lower.memory import TAPE_ENTRY_BYTES
+from megadsl.lower.scratch import BARRIER_BYTES
+from megadsl.lower.shape import PAGES
 from megadsl.machine import Machine
 from megadsl.types import Level
 

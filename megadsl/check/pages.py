@@ -16,8 +16,9 @@ from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
 from megadsl.ir.graph import Attention
+from megadsl.ir.plan import ident
 from megadsl.lower.pages import ENTRY_BYTES
-from megadsl.lower.shape import CHUNK_ROWS, PAGES, ident
+from megadsl.lower.shape import CHUNK_ROWS, PAGES
 from megadsl.types import ceil_div
 
 PAGE_ROWS = declare(

@@ -10,8 +10,7 @@ from megadsl.ir.plan import Program
 from megadsl.lower.launches import AWAIT
 from megadsl.lower.memory import TAPE_ENTRY_BYTES
 from megadsl.lower.programs import instructions
-from megadsl.lower.scratch import BARRIER_BYTES as SCRATCH_BARRIER
-from megadsl.lower.scratch import SLOTS, landed_area, scratch_area, slot_bytes
+from megadsl.lower.scratch import BARRIER_BYTES, SLOTS, landed_area, scratch_area, slot_bytes
 from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.types import ceil_div
 
@@ -42,7 +41,7 @@ def check_sizes(device: Device, findings: Findings) -> None:
         needs = [(f"ring.{role}", ring.stages * ring.stage_bytes), (f"barriers.{role}", 2 * 8 * ring.stages)]
         needs.append((f"tape.{role}", TAPE_ENTRY_BYTES * tape_entries(device, program)))
         if any("by" in step.instr.args for step in device.steps(program, 1)):
-            needs += [(scratch_area(role), SLOTS * slot_bytes(ring)), (landed_area(role), SLOTS * SCRATCH_BARRIER)]
+            needs += [(scratch_area(role), SLOTS * slot_bytes(ring)), (landed_area(role), SLOTS * BARRIER_BYTES)]
         for what, need in needs:
             if areas[what].bytes < need:
                 findings.add(

@@ -12,11 +12,11 @@ from megadsl.check.model import Device, attention_unit
 from megadsl.check.report import Findings
 from megadsl.diagnostics import declare
 from megadsl.ir.graph import Attention, Custom, Linear
-from megadsl.ir.plan import Exchange, Instr
+from megadsl.ir.plan import Exchange, Instr, ident
 from megadsl.lower.columns import share_begin, share_owner
 from megadsl.lower.exchanges import ASYNC, PART_BYTES, row_vectors, vectors_for
 from megadsl.lower.gathers import tiles_together
-from megadsl.lower.shape import CHUNK_ROWS, ident
+from megadsl.lower.shape import CHUNK_ROWS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
 from megadsl.types import at_layer, ceil_div
 

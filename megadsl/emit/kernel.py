@@ -19,7 +19,7 @@ from megadsl.ir.custom import Param
 from megadsl.ir.expr import Expr, Reduce, arg_names, reductions
 from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import Attention, Custom, Embed, Fused, Linear, Op, RowMap, ValueRef, kept_values
-from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Verb
+from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Verb, ident
 from megadsl.lower.dry import dry_stages
 from megadsl.lower.exchanges import is_local, merges_in_cluster
 from megadsl.lower.finish import side
@@ -31,7 +31,7 @@ from megadsl.lower.operands import head_vectors, prologue_values, vectors
 from megadsl.lower.packing import bias_name, head_vector_name, scale_name, vector_name
 from megadsl.lower.programs import instructions
 from megadsl.lower.scratch import SLOTS, loads_l2, scratch_member, slot_bytes
-from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, ident, input_name, rope_tables, windowed
+from megadsl.lower.shape import LOG2_E, ROPE_TABLES, WINDOWS, begin_name, input_name, rope_tables, windowed
 from megadsl.lower.steps import READABLE, feeds_itself
 from megadsl.lower.tiling import GROUP_ROWS, PANEL, tiling
 from megadsl.lower.windows import begins_late, meeting_member, own_windows

@@ -204,6 +204,11 @@ class PackRecord:
     format: str = "bf16"
 
 
+def ident(name: str) -> str:
+    """A C identifier for an op, value or role name."""
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
 @dataclass(frozen=True)
 class Record:
     """One member of the emitted Shape struct: a header struct (or mk::i32) and its words in order."""

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megadsl.ir.graph import Attention, Graph
-from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Region, Verb
+from megadsl.ir.plan import Instr, Item, LayerLoop, Phase, Plan, Region, Verb, ident
 from megadsl.ir.schedule import BEGIN, Schedule
-from megadsl.lower.shape import ident
 from megadsl.lower.steps import HANDED
 from megadsl.source import Span
 from megadsl.types import Level

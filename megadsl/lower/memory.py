@@ -20,7 +20,7 @@ from megadsl.lower.heads import unit_bytes
 from megadsl.lower.operands import input_area, prologue_values, row_bytes, scratch_area, takes_chunks, vectors
 from megadsl.lower.packing import vector_name
 from megadsl.lower.schedule import MAX_STAGES, STAGE_UNIT
-from megadsl.lower.scratch import scratch_areas
+from megadsl.lower.scratch import BARRIER_BYTES, scratch_areas
 from megadsl.lower.steps import passes_rows_on, progress_bytes
 from megadsl.lower.threads import WARP_THREADS
 from megadsl.lower.tiling import GROUP_ROWS, tiling
@@ -47,7 +47,6 @@ TOO_WIDE = declare(
 
 MIN_STAGES = 2
 ABORT_BYTES = 16
-BARRIER_BYTES = 8
 UNIT_BYTES = 16  # 8 features of one token
 TAPE_ENTRY_BYTES = 56
 SEQUENCES_BYTES = 128  # mk::Sequences::kWords

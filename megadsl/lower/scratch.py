@@ -7,13 +7,13 @@ third, and for all of them before its block leaves.
 
 from __future__ import annotations
 
-from megadsl.ir.plan import Record, Region
+from megadsl.ir.plan import Record, Region, ident
 from megadsl.ir.schedule import LOAD, Ring, Schedule
 from megadsl.types import Level, round_up
 
 SLOTS = 2
 _UNIT = 128  # bytes
-BARRIER_BYTES = 8
+BARRIER_BYTES = 8  # an mbarrier
 
 
 def loads_l2(schedule: Schedule, role: str) -> bool:
@@ -56,4 +56,4 @@ def scratch_record(role: str, at: int, landed: int) -> Record:
 
 
 def scratch_member(role: str) -> str:
-    return f"scratch_{''.join(c if c.isalnum() else '_' for c in role)}"
+    return f"scratch_{ident(role)}"

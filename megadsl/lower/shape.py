@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megadsl.ir.formats import FORMATS
 from megadsl.ir.graph import Attention, Custom, Embed, Graph, Linear, Op, RowMap, kept_values
-from megadsl.ir.plan import Exchange, Record
+from megadsl.ir.plan import Exchange, Record, ident
 from megadsl.ir.schedule import OpSchedule, Schedule
 from megadsl.lower.columns import part_shares
 from megadsl.lower.exchanges import ASYNC, kept_locally, merges_in_cluster, sharing
@@ -30,11 +30,6 @@ ALL_ROWS = 2**31 - 1  # the window of a layer that sees all rows, where others d
 LAYERS_UNIT = 64  # a table of layers has room for a multiple of so many: the kernel's text does not depend on how many there are
 PAGES = "pages"  # Shape's member for the pool of pages
 WINDOWS, ROPE_TABLES = "windows", "rope_tables"  # Shape's members with a number for each layer
-
-
-def ident(name: str) -> str:
-    """A C identifier for an op, value or role name."""
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def begin_name(op: str, arg: str) -> str:

@@ -17,7 +17,7 @@ from megadsl.types import Level
 
 NOT_WARM = declare(
     "MK234",
-    "the code is read ahead by {role!r}, but a launch is one op",
+    "the code is read ahead by {role!r}, but a launch is one {launch}",
     'leave s.warm_code(...) out, or use s.launch("step")',
 )
 CODE = "code"  # Shape's member
@@ -28,7 +28,7 @@ def check_warm_up(graph: Graph, schedule: Schedule, overrides: Overrides | None 
     asked = overrides or Overrides(schedule.arch, ())
     with collecting() as found:
         if schedule.warm_up is not None and schedule.scope != "step":
-            found.add(NOT_WARM, asked.said(graph.span, "warm_up"), role=schedule.warm_up)
+            found.add(NOT_WARM, asked.said(graph.span, "warm_up"), role=schedule.warm_up, launch=schedule.scope)
         if schedule.warm_blocks is not None and schedule.warm_blocks > schedule.blocks:
             where, most = asked.said(graph.span, "warm_blocks"), schedule.blocks
             found.add(BAD_COUNT, where, what="the number of blocks that read the code", value=schedule.warm_blocks, low=1, high=most)

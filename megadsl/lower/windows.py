@@ -9,7 +9,7 @@ as it is; the op behind it then says its own when it begins.
 from __future__ import annotations
 
 from megadsl.ir.graph import Embed, Graph, Linear, Op
-from megadsl.ir.plan import Record
+from megadsl.ir.plan import Record, ident
 from megadsl.ir.schedule import Schedule
 from megadsl.types import ceil_div
 
@@ -59,7 +59,7 @@ def meeting_records(graph: Graph, schedule: Schedule, offset: int) -> list[Recor
 
 
 def meeting_member(op: str) -> str:
-    return f"{''.join(c if c.isalnum() else '_' for c in op)}_meeting"
+    return f"{ident(op)}_meeting"
 
 
 def _comment(behind: Op | None, window: int) -> str:

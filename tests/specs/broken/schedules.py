@@ -138,6 +138,13 @@ def code_of_one_op(s: ScheduleBlock) -> None:
     # mend: s.launch("op") => «s.launch("step")»
 
 
+def code_ahead_of_layers(s: ScheduleBlock) -> None:
+    s.launch("layer")
+    s.warm_code("loader")
+    # MK234 `s.warm_code(` | the code is read ahead by 'loader', but a launch is one layer | or use s.launch("step")
+    # mend: s.launch("layer") => «s.launch("step")»
+
+
 def level(s: ScheduleBlock) -> None:
     s["o_proj"].sync(mk.Tagged(level=mk.Level.GROUP))
     # MK541 spec `mk.linear(a` | its sync spans a group | or read the value in the block that writes it
